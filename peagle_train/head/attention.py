@@ -1,0 +1,130 @@
+"""Who sees whom.
+
+`visible` is the rule, stated once. `RuleAttention` applies it literally, with a mask over all pairs:
+the yardstick. `ChainAttention` computes the same without any such mask: real slots by causal
+attention per document, mask slots against the prefix of real slots up to their anchor and their own
+chain. It is what training runs.
+
+An attention object is made for one batch and called once per layer with rotated queries and keys:
+`attend(q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peagle_train.head.batch import PackedBatch
+
+
+class Attention(Protocol):
+    """Mixes the rows of one layer."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+def visible(
+    query_document: Tensor,
+    query_anchor: Tensor,
+    query_depth: Tensor,
+    key_document: Tensor,
+    key_anchor: Tensor,
+    key_depth: Tensor,
+) -> Tensor:
+    """The attention rule: element (a, d) sees every real slot of its document up to a, and (a, 1..d).
+
+    Arguments broadcast against each other. Anchors are comparable within a document (positions or
+    rows); a negative document is padding, which sees only itself and is seen by nobody else.
+    """
+    same_document = (query_document == key_document) & (query_document >= 0)
+    real_prefix = (key_depth == 0) & (key_anchor <= query_anchor)
+    own_chain = (key_depth > 0) & (key_anchor == query_anchor) & (key_depth <= query_depth)
+    itself = (query_document < 0) & (key_document < 0) & (query_anchor == key_anchor)
+    return (same_document & (real_prefix | own_chain)) | itself
+
+
+class RuleAttention:
+    """The rule as one dense mask over all rows: quadratic in memory, for tests and tiny batches."""
+
+    def __init__(self, batch: PackedBatch):
+        document, anchor, depth = batch.document, batch.anchor, batch.depth
+        self.mask = visible(
+            document[:, None], anchor[:, None], depth[:, None], document[None], anchor[None], depth[None]
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
+        weights = scores.masked_fill(~self.mask, float("-inf")).softmax(-1)
+        return torch.einsum("hij,jhd->ihd", weights, v)
+
+
+class ChainAttention:
+    """The same without a mask over all rows. Cost per document: causal attention over its slots, plus
+    (mask slots) x (slots) for the prefixes, plus (mask slots) x (K - 1) for the chains.
+
+    Rows of a chain are neighbours, so the keys of (a, 1..d) are the d rows that end at it.
+    """
+
+    def __init__(self, batch: PackedBatch):
+        self.slots = batch.num_slots
+        self.slot_spans, self.mask_spans = batch.slot_spans, batch.mask_spans
+        self.anchor = batch.anchor[self.slots :]  # [M]
+        depth = batch.depth[self.slots :]
+        self.longest = int(depth.max()) if depth.numel() else 0
+        back = torch.arange(self.longest, device=depth.device)
+        rows = torch.arange(depth.shape[0], device=depth.device)
+        self.chain_rows = (rows[:, None] - back).clamp(min=0)  # [M, C] the row itself, then its predecessors
+        self.outside_chain = back >= depth[:, None]  # [M, C]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        slots = self.slots
+        outputs = []
+        for start, end in self.slot_spans:
+            if end > start:
+                outputs.append(_causal(q[start:end], k[start:end], v[start:end]))
+        done = sum(len(o) for o in outputs)
+        if done < slots:
+            # A padding row sees itself alone: its output is its own value.
+            outputs.append(v[done:slots].repeat_interleave(q.shape[1] // v.shape[1], 1))
+        for (slot_start, slot_end), (start, end) in zip(self.slot_spans, self.mask_spans, strict=True):
+            if end > start:
+                outputs.append(self._chains(q[slots:], k, v, slot_start, slot_end, start, end))
+        return torch.cat(outputs)
+
+    def _chains(
+        self, q: Tensor, k: Tensor, v: Tensor, slot_start: int, slot_end: int, start: int, end: int
+    ) -> Tensor:
+        """Mask slots start..end of one document: one softmax over prefix and chain scores together."""
+        heads, width = q.shape[1], q.shape[2]
+        kv_heads = k.shape[1]
+        m, s = end - start, slot_end - slot_start
+        q = (q[start:end] * width**-0.5).view(m, kv_heads, heads // kv_heads, width)
+        prefix_k, prefix_v = k[slot_start:slot_end], v[slot_start:slot_end]
+        rows = self.slots + self.chain_rows[start:end]
+        chain_k, chain_v = k[rows], v[rows]  # [m, C, Hkv, D]
+
+        after_anchor = torch.arange(slot_start, slot_end, device=q.device) > self.anchor[start:end, None]
+        prefix = torch.einsum("mhgd,shd->hgms", q, prefix_k).masked_fill(after_anchor, float("-inf"))
+        chain = torch.einsum("mhgd,mchd->hgmc", q, chain_k)
+        chain = chain.masked_fill(self.outside_chain[start:end], float("-inf"))
+        weights = torch.cat([prefix, chain], -1).softmax(-1)
+        out = torch.einsum("hgms,shd->mhgd", weights[..., :s], prefix_v)
+        out = out + torch.einsum("hgmc,mchd->mhgd", weights[..., s:], chain_v)
+        return out.reshape(m, heads, width)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal grouped-query attention over one document. q [S, Hq, D], k and v [S, Hkv, D]."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        is_causal=True,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out[0].transpose(0, 1)

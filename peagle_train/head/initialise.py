@@ -1,0 +1,92 @@
+"""First weights of a head.
+
+From the target (default): `fc` passes the deepest aux state through; the layers are the target's last
+ones; the embedding half of layer 0 starts at zero, so the head begins as the target's own continuation
+and learns what the next token's embedding adds; `mask_hidden` is the mean state; norm and `lm_head` are
+the target's. At random: everything but the embedding table, which the paper copies in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from peagle_train.head.model import PEagleHead
+
+
+@torch.no_grad()
+def initialise_randomly(head: PEagleHead, embeddings: Tensor, seed: int, std: float = 0.02) -> None:
+    """Normal weights of the given deviation, norms at one, the target's embeddings [V, H]."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in head.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    head.embed_tokens.weight.copy_(embeddings)
+
+
+@torch.no_grad()
+def initialise_from_target(
+    head: PEagleHead,
+    *,
+    embeddings: Tensor,
+    output_rows: Tensor,
+    final_norm: Tensor,
+    layers: Sequence[nn.Module],
+    mean_aux: Tensor,
+    seed: int,
+) -> list[str]:
+    """Copies from the target what has the head's shapes.
+
+    Args:
+        embeddings: [V, H] the target's table, unscaled.
+        output_rows: [DV, H] the target's output rows for the draft vocabulary, in its order.
+        final_norm: [H] weight of the target's final norm.
+        layers: the target's decoder layers, in order; the last `num_layers` are copied.
+        mean_aux: [A*TH] mean of the concatenated aux states over the training rows.
+        seed: for what cannot be copied.
+
+    Returns:
+        Names of the head's parameters that could not be taken from the target and are random.
+    """
+    initialise_randomly(head, embeddings, seed)
+    left: list[str] = []
+    config = head.config
+    if config.target_hidden_size == config.hidden_size:
+        head.fc.weight.zero_()
+        head.fc.weight[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
+    else:
+        left.append("fc.weight")
+    head.mask_hidden.copy_(mean_aux.view_as(head.mask_hidden))
+    _copy(head.lm_head.weight, output_rows, "lm_head.weight", left)
+    _copy(head.norm.weight, final_norm, "norm.weight", left)
+    for index, (mine, theirs) in enumerate(zip(head.layers, layers[-config.num_layers :], strict=True)):
+        source = dict(theirs.named_parameters())
+        for name, parameter in mine.named_parameters():
+            if name in ("input_layernorm.weight", "hidden_norm.weight") and index == 0:
+                continue
+            full = f"layers.{index}.{name}"
+            if index == 0 and name.startswith("self_attn.") and not name.startswith("self_attn.o_proj"):
+                # The wide layer: embeddings first, states second.
+                parameter[:, : config.hidden_size].zero_()
+                _copy(parameter[:, config.hidden_size :], source.get(name), full, left)
+            else:
+                _copy(parameter, source.get(name), full, left)
+        if index == 0:
+            _copy(
+                mine.hidden_norm.weight,
+                source.get("input_layernorm.weight"),
+                "layers.0.hidden_norm.weight",
+                left,
+            )
+    return left
+
+
+def _copy(into: Tensor, source: Tensor | None, name: str, left: list[str]) -> None:
+    if source is None or source.shape != into.shape:
+        left.append(name)
+    else:
+        into.copy_(source)

@@ -1,0 +1,43 @@
+"""A head in a folder: `head.safetensors` and `head.json`. Checkpoints use it; vLLM's layout is `peagle_train.export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from peagle_train.errors import CorruptError
+from peagle_train.files import read_json, sha256_of, write_json
+from peagle_train.head.config import HeadConfig
+from peagle_train.head.model import PEagleHead
+
+WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
+
+
+def save_head(directory: Path, head: PEagleHead) -> None:
+    """Writes the head into an existing folder. Shared embeddings travel too: a folder stands alone."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    save_file(tensors, str(directory / WEIGHTS))
+    write_json(
+        directory / DESCRIPTION,
+        {"config": head.config.to_dict(), "sha256": sha256_of(directory / WEIGHTS)},
+    )
+
+
+def load_head(directory: Path, dtype: torch.dtype | None = None) -> PEagleHead:
+    """Reads a head that `save_head` wrote; the weights are proven against their checksum.
+
+    Raises:
+        CorruptError: the folder is incomplete or its weights differ from the checksum.
+    """
+    weights, description = directory / WEIGHTS, directory / DESCRIPTION
+    for file in (weights, description):
+        if not file.is_file():
+            raise CorruptError(f"{directory}: no {file.name}; expected a checkpoint of `peagle train`")
+    record = read_json(description)
+    if sha256_of(weights) != record["sha256"]:
+        raise CorruptError(f"{weights}: differs from its checksum; train again or take another checkpoint")
+    head = PEagleHead(HeadConfig.from_dict(record["config"]))
+    head.load_state_dict(load_file(str(weights)))
+    return head if dtype is None else head.to(dtype)

@@ -1,0 +1,220 @@
+"""The drafter head, as vLLM 0.32 computes it (`vllm/model_executor/models/llama_eagle3.py`).
+
+    embedding of x[i+1] ── input_layernorm ──┐
+                                              ├─ concat [2H] ─ q/k/v ─ attention ─ o ─┐   layer 0
+    aux states ── fc ──┬── hidden_norm ──────┘                                        │
+                       └────────────────────────── residual ─────────────────────────+── MLP ── layers 1.. ── norm ── lm_head
+
+A mask slot takes the mask token's embedding and `fc(mask_hidden)` instead; RoPE alone tells mask
+slots apart. Parameter names are vLLM's tensor names, so exporting renames nothing.
+
+The forward is written once. Training, the slow reference mask and KV-cached drafting differ only in
+the attention object they hand in (`attention.py`, `session.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from peagle_train.head.attention import Attention, ChainAttention
+from peagle_train.head.batch import PackedBatch
+from peagle_train.head.config import HeadConfig
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in at least float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * self.weight
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding, halves rotated against each other.
+
+    Frequencies and angles are float32, as the server computes them: a finer table would differ from
+    the served one by up to 0.006 rad at position 100,000.
+    """
+
+    def __init__(self, head_dim: int, theta: float):
+        super().__init__()
+        frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin for positions [N], each [N, 1, D/2]."""
+        angles = positions[:, None, None].to(self.frequencies.dtype) * self.frequencies
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [N, heads, D] by the angles of its rows."""
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention; `width` is the input's width (2H in layer 0)."""
+
+    def __init__(self, config: HeadConfig, width: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.q_proj = nn.Linear(width, self.heads * self.dim, bias=False)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.dim, bias=False)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.dim, config.hidden_size, bias=False)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [N, Hq, D], k and v [N, Hkv, D], not yet rotated."""
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.dim))
+        k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim))
+        return q, k, v
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One decoder layer; layer 0 is wide."""
+
+    def __init__(self, config: HeadConfig, index: int):
+        super().__init__()
+        wide = index == 0
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if wide:
+            self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, config.hidden_size * (2 if wide else 1))
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+
+class PEagleHead(nn.Module):
+    """The head. See the module's drawing.
+
+    Buffers and parameters beyond the layers: `mask_hidden` [1, 1, A*TH]; `embed_tokens` (present
+    always, trained only if the config says own embeddings); `d2t` [DV] int64, the OFFSET from draft
+    id to target id, None when the vocabulary is full.
+    """
+
+    d2t: Tensor | None
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens.weight.requires_grad_(config.own_embeddings)
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.aux_width))
+        self.fc = nn.Linear(config.aux_width, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Layer(config, i) for i in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = Rotary(config.head_dim, config.rope_theta)
+        offsets = (
+            torch.zeros(config.draft_vocab_size, dtype=torch.int64) if config.reduced_vocabulary else None
+        )
+        self.register_buffer("d2t", offsets)
+
+    @property
+    def draft_token_ids(self) -> Tensor:
+        """[DV] int64, the target id of every draft id."""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
+        return ids if self.d2t is None else ids + self.d2t
+
+    def set_draft_tokens(self, token_ids: Tensor) -> None:
+        """Fixes the map of a reduced vocabulary. token_ids [DV]: rising target ids without repeats."""
+        if self.d2t is None:
+            raise ValueError("this head drafts the whole vocabulary; it has no map to set")
+        if token_ids.shape != self.d2t.shape or not bool((token_ids[1:] > token_ids[:-1]).all()):
+            raise ValueError(f"draft token ids must be {self.d2t.shape[0]} rising target ids")
+        self.d2t.copy_(token_ids - torch.arange(token_ids.shape[0]))
+
+    def embed(self, token_ids: Tensor, aux: Tensor, mask_slots: bool) -> tuple[Tensor, Tensor]:
+        """What enters layer 0: embeddings and fused states of real slots, then one row that stands for all mask slots.
+
+        Args:
+            token_ids: [T] token embedded by each real slot.
+            aux: [T, A*TH] target states.
+            mask_slots: append the mask row.
+
+        Returns:
+            embeddings and hidden, each [T or T + 1, H].
+        """
+        aux = aux.to(self.fc.weight.dtype)
+        if mask_slots:
+            aux = torch.cat([aux, self.mask_hidden.view(1, -1)])
+            token_ids = torch.cat([token_ids, token_ids.new_tensor([self.config.mask_token_id])])
+        return self.embed_tokens(token_ids), self.fc(aux)
+
+    def body(
+        self,
+        embeddings: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attentions: list[Attention],
+        spread: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """All layers and the final norm.
+
+        Args:
+            embeddings: [U, H] distinct input rows.
+            hidden: [U, H] fused states of the same rows.
+            positions: [N] RoPE position of every row.
+            attentions: one attention per layer.
+            spread: [N] which input row each row starts as; None: N = U, in order. Mask slots all
+                start as one row, whose layer-0 projections are computed once.
+            rows: [E] rows whose output is wanted; None: all. The last layer's MLP runs for them alone.
+
+        Returns:
+            [E or N, H], ready for `lm_head`.
+        """
+        cos, sin = self.rotary(positions, hidden.dtype)
+        residual = hidden
+        x = hidden
+        for index, (layer, attend) in enumerate(zip(self.layers, attentions, strict=True)):
+            if index == 0:
+                x = torch.cat([layer.input_layernorm(embeddings), layer.hidden_norm(hidden)], -1)
+            else:
+                x = layer.input_layernorm(residual)
+            q, k, v = layer.self_attn.project(x)
+            if index == 0 and spread is not None:
+                q, k, v, residual = q[spread], k[spread], v[spread], residual[spread]
+            mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2)
+            if index == len(self.layers) - 1 and rows is not None:
+                mixed, residual = mixed[rows], residual[rows]
+            residual = residual + layer.self_attn.o_proj(mixed)
+            residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
+        return self.norm(residual)
+
+    def forward(self, batch: PackedBatch, attention: type[Attention] | None = None) -> Tensor:
+        """Hidden states of the batch's supervised elements, ready for `lm_head`: [E, H]."""
+        attend = (attention or ChainAttention)(batch)
+        embeddings, hidden = self.embed(batch.token_ids, batch.aux, mask_slots=batch.num_mask_slots > 0)
+        slots = batch.num_slots
+        spread = torch.arange(batch.positions.shape[0], device=batch.positions.device).clamp(max=slots)
+        return self.body(
+            embeddings, hidden, batch.positions, [attend] * len(self.layers), spread, batch.supervised
+        )

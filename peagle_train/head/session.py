@@ -1,0 +1,72 @@
+"""Drafting with a KV cache, the way a server does it.
+
+Known tokens x[0..n], target states h[0..n-1]. The session has cached the slots it was fed before; it
+is now fed the new ones (slot i = x[i+1], h[i]) and K - 1 mask slots behind them, in one pass. The last
+real slot and the mask slots give the K drafts. Mask slots leave no keys behind: the next round's real
+slots take their positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from peagle_train.head.model import PEagleHead
+
+
+class _CachedLayer:
+    """Causal attention of new rows over a growing cache, one layer."""
+
+    def __init__(self) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.k = k if self.k is None else torch.cat([self.k, k])
+        self.v = v if self.v is None else torch.cat([self.v, v])
+        group = q.shape[1] // k.shape[1]
+        keys, values = self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1)
+        scores = torch.einsum("ihd,jhd->hij", q, keys) * q.shape[-1] ** -0.5
+        new, total = q.shape[0], keys.shape[0]
+        later = (
+            torch.arange(total, device=q.device) > torch.arange(total - new, total, device=q.device)[:, None]
+        )
+        weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+        return torch.einsum("hij,jhd->ihd", weights, values)
+
+    def crop(self, length: int) -> None:
+        assert self.k is not None and self.v is not None
+        self.k, self.v = self.k[:length], self.v[:length]
+
+
+class DraftSession:
+    """One sequence's drafting state."""
+
+    def __init__(self, head: PEagleHead):
+        self.head = head
+        self.layers = [_CachedLayer() for _ in head.layers]
+        self.length = 0
+
+    @torch.no_grad()
+    def draft(self, next_tokens: Tensor, aux: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Feeds m new slots and drafts K tokens in one pass.
+
+        Args:
+            next_tokens: [m] int64, m >= 1; x[i+1] of the new slots i = length .. length + m - 1.
+            aux: [m, A*TH] the target's states h[i] of the same slots.
+            k: how many tokens to draft.
+
+        Returns:
+            drafts [k] (target ids) and logits [k, DV].
+        """
+        head, m = self.head, next_tokens.shape[0]
+        embeddings, hidden = head.embed(next_tokens, aux, mask_slots=k > 1)
+        spread = torch.arange(m + k - 1, device=next_tokens.device).clamp(max=m)
+        positions = self.length + torch.arange(m + k - 1, device=next_tokens.device)
+        wanted = torch.arange(m - 1, m + k - 1, device=next_tokens.device)
+        states = head.body(embeddings, hidden, positions, list(self.layers), spread, wanted)
+        self.length += m
+        for layer in self.layers:
+            layer.crop(self.length)
+        logits = head.lm_head(states)
+        return head.draft_token_ids[logits.argmax(-1)], logits

@@ -1,0 +1,69 @@
+"""The reduced draft vocabulary: which of the target's tokens the head can draft.
+
+Chosen once, from how often each token carries loss in the training rows; the map then travels with
+the weights. Recomputing it later would renumber every row of `lm_head`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """token_ids [DV] rising target ids; coverage: share of counted tokens among them; seen: how many were ever counted."""
+
+    token_ids: Tensor
+    coverage: float
+    seen: int
+
+
+def count_supervised(rows: Iterable[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
+    """How often each token is generated. rows: (token_ids [n], loss_mask [n]). Returns [V] int64."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for token_ids, loss_mask in rows:
+        counts += torch.bincount(token_ids[loss_mask], minlength=vocab_size)
+    return counts
+
+
+def choose_draft_vocabulary(
+    counts: Tensor, size: int, *, always: Iterable[int], never: Iterable[int]
+) -> DraftVocabulary:
+    """The `size` most frequent tokens.
+
+    When fewer distinct tokens were counted than asked for, the rest are the lowest target ids not yet
+    in: byte-pair vocabularies number tokens by the order of their merges, so low ids are the common ones.
+
+    Args:
+        counts: [V] how often each token carries loss.
+        size: tokens to choose, at most V less the forbidden ones.
+        always: ids that must be in (end tokens).
+        never: ids that must not (the mask token).
+
+    Raises:
+        ValueError: the size cannot be met.
+    """
+    vocab_size = counts.shape[0]
+    forbidden = set(never)
+    first = [t for t in dict.fromkeys(always) if t not in forbidden]
+    if not len(first) <= size <= vocab_size - len(forbidden):
+        raise ValueError(
+            f"a draft vocabulary of {size} cannot hold {len(first)} end tokens within {vocab_size} less {len(forbidden)}"
+        )
+    # Sorted by count, ties by id: the order does not depend on the sorting algorithm.
+    order = torch.argsort(-counts, stable=True).tolist()
+    taken = set(first)
+    chosen = list(first)
+    for token in order:
+        if len(chosen) == size:
+            break
+        if token not in taken and token not in forbidden:
+            chosen.append(token)
+    token_ids = torch.tensor(sorted(chosen), dtype=torch.int64)
+    total = int(counts.sum())
+    coverage = float(counts[token_ids].sum()) / total if total else 0.0
+    return DraftVocabulary(token_ids, coverage, int((counts > 0).sum()))
