@@ -1,0 +1,98 @@
+"""What the rest of the program may know about a target without loading its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from peagle_train.errors import PeagleError
+from peagle_train.target.families import family_of
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """Sizes and settings of a target, read from its own configuration.
+
+    model: the target as the recipe names it.
+    class_name: class of transformers, the first of `architectures`.
+    num_layers: decoder layers L; aux layer ids run from 0 (embeddings) to L.
+    rope_theta, rope_scaling: base, and the rest of the RoPE settings (None: plain RoPE). For classes
+        with one RoPE per kind of layer: those of the full-attention layers.
+    logit_softcap: cap c of `c * tanh(logits / c)`; None where logits are not capped.
+    """
+
+    model: str
+    class_name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    logit_softcap: float | None
+
+
+def facts_of(config: Any, model: str) -> TargetFacts:
+    """Reads a transformers config; of a multimodal one, the text part.
+
+    Nothing is guessed. Raises PeagleError for a class that is not supported and for a key that the
+    config lacks.
+    """
+    architectures = getattr(config, "architectures", None)
+    if not architectures:
+        raise PeagleError(
+            f"target {model}: its config.json has no `architectures`; expected the model's class, for example "
+            '["LlamaForCausalLM"]. Add it to config.json.'
+        )
+    class_name = architectures[0]
+    family = family_of(class_name)
+    text = config.get_text_config()
+
+    def need(key: str) -> Any:
+        value = getattr(text, key, None)
+        if value is None:
+            raise PeagleError(
+                f"target {model} ({class_name}): its config.json has no `{key}`; add the value the model was trained with."
+            )
+        return value
+
+    rope = need("rope_parameters")
+    if family.rope_group is not None:
+        if family.rope_group not in rope:
+            raise PeagleError(
+                f"target {model} ({class_name}): `rope_parameters` of its config.json has no `{family.rope_group}`, "
+                f"only {sorted(rope)}"
+            )
+        rope = rope[family.rope_group]
+    if rope.get("rope_theta") is None:
+        raise PeagleError(f"target {model} ({class_name}): its config.json gives no `rope_theta`")
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta" and value is not None}
+    heads = int(need("num_attention_heads"))
+    hidden = int(need("hidden_size"))
+    # Qwen2 and Qwen3Moe configs may leave head_dim out; their own code then divides, so this is the
+    # model's rule and not a guess.
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    softcap = getattr(text, family.softcap_key, None) if family.softcap_key else None
+    return TargetFacts(
+        model=model,
+        class_name=class_name,
+        num_layers=int(need("num_hidden_layers")),
+        hidden_size=hidden,
+        intermediate_size=int(need("intermediate_size")),
+        num_attention_heads=heads,
+        num_key_value_heads=int(need("num_key_value_heads")),
+        head_dim=int(head_dim),
+        vocab_size=int(need("vocab_size")),
+        max_position_embeddings=int(need("max_position_embeddings")),
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=None if scaling.get("rope_type", "default") == "default" else scaling,
+        rms_norm_eps=float(need("rms_norm_eps")),
+        tie_word_embeddings=bool(need("tie_word_embeddings")),
+        logit_softcap=None if softcap is None else float(softcap),
+    )
