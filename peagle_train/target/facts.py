@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +39,17 @@ class TargetFacts:
     logit_softcap: float | None
 
 
-def facts_of(config: Any, model: str) -> TargetFacts:
-    """Reads a transformers config; of a multimodal one, the text part.
+def settings_of(config: Any) -> dict[str, Any]:
+    """A transformers config as plain settings; of a multimodal one the text part, under the outer class name."""
+    return {**config.get_text_config().to_dict(), "architectures": config.architectures}
 
-    Nothing is guessed. Raises PeagleError for a class that is not supported and for a key that the
-    config lacks.
+
+def facts_of(settings: Mapping[str, Any], model: str) -> TargetFacts:
+    """Reads the settings of a target, named as transformers names them.
+
+    Nothing is guessed. Raises PeagleError for a class that is not supported and for a missing key.
     """
-    architectures = getattr(config, "architectures", None)
+    architectures = settings.get("architectures")
     if not architectures:
         raise PeagleError(
             f"target {model}: its config.json has no `architectures`; expected the model's class, for example "
@@ -52,15 +57,13 @@ def facts_of(config: Any, model: str) -> TargetFacts:
         )
     class_name = architectures[0]
     family = family_of(class_name)
-    text = config.get_text_config()
 
     def need(key: str) -> Any:
-        value = getattr(text, key, None)
-        if value is None:
+        if settings.get(key) is None:
             raise PeagleError(
                 f"target {model} ({class_name}): its config.json has no `{key}`; add the value the model was trained with."
             )
-        return value
+        return settings[key]
 
     rope = need("rope_parameters")
     if family.rope_group is not None:
@@ -77,8 +80,8 @@ def facts_of(config: Any, model: str) -> TargetFacts:
     hidden = int(need("hidden_size"))
     # Qwen2 and Qwen3Moe configs may leave head_dim out; their own code then divides, so this is the
     # model's rule and not a guess.
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
-    softcap = getattr(text, family.softcap_key, None) if family.softcap_key else None
+    head_dim = settings.get("head_dim") or hidden // heads
+    softcap = settings.get(family.softcap_key) if family.softcap_key else None
     return TargetFacts(
         model=model,
         class_name=class_name,

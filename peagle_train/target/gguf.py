@@ -45,10 +45,11 @@ _LAYER_TENSORS = {
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
 
-def read_config(file: GGUFFile) -> Any:
-    """The `LlamaConfig` that a GGUF header describes. Raises PeagleError for other architectures."""
-    from transformers import LlamaConfig
+def read_settings(file: GGUFFile) -> dict[str, Any]:
+    """What a GGUF header says, as the arguments of a `LlamaConfig`; needs no heavy import.
 
+    Raises PeagleError for other architectures and for missing keys.
+    """
     architecture = file.need("general.architecture")
     if architecture != "llama":
         raise PeagleError(
@@ -61,24 +62,27 @@ def read_config(file: GGUFFile) -> Any:
             "Give the target as a folder or Hub id with safetensors instead."
         )
     heads, hidden = file.need("llama.attention.head_count"), file.need("llama.embedding_length")
-    return LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
-        hidden_size=hidden,
-        intermediate_size=file.need("llama.feed_forward_length"),
-        num_hidden_layers=file.need("llama.block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=file.need("llama.attention.head_count_kv"),
-        head_dim=file.keys.get("llama.attention.key_length", hidden // heads),
-        max_position_embeddings=file.need("llama.context_length"),
-        rms_norm_eps=_as_written(file.need("llama.attention.layer_norm_rms_epsilon")),
-        rope_parameters={"rope_type": "default", "rope_theta": _as_written(file.need("llama.rope.freq_base"))},
-        tie_word_embeddings="output.weight" not in file.tensors,
-        bos_token_id=file.keys.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=file.need("tokenizer.ggml.eos_token_id"),
-        pad_token_id=file.keys.get("tokenizer.ggml.padding_token_id"),
-        dtype="float32",
-    )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": file.need("llama.feed_forward_length"),
+        "num_hidden_layers": file.need("llama.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.need("llama.attention.head_count_kv"),
+        "head_dim": file.keys.get("llama.attention.key_length", hidden // heads),
+        "max_position_embeddings": file.need("llama.context_length"),
+        "rms_norm_eps": _as_written(file.need("llama.attention.layer_norm_rms_epsilon")),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": _as_written(file.need("llama.rope.freq_base")),
+        },
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.keys.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.need("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": file.keys.get("tokenizer.ggml.padding_token_id"),
+        "dtype": "float32",
+    }
 
 
 def convert(file: GGUFFile, folder: Path, progress: Progress) -> None:
@@ -88,8 +92,9 @@ def convert(file: GGUFFile, folder: Path, progress: Progress) -> None:
     """
     import torch
     from safetensors.torch import save_file
+    from transformers import LlamaConfig
 
-    config = read_config(file)
+    config = LlamaConfig(**read_settings(file))
     weights: dict[str, torch.Tensor] = {}
     task = progress.add_task(f"converting {file.path.name}", total=len(file.tensors))
     for name in file.tensors:
@@ -102,6 +107,7 @@ def convert(file: GGUFFile, folder: Path, progress: Progress) -> None:
         progress.advance(task)
     _check_complete(file, weights, config)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors keeps files to their owner
     config.save_pretrained(folder)
     stop = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
     write_json(folder / "generation_config.json", {"bos_token_id": config.bos_token_id, **stop})
@@ -114,7 +120,9 @@ def _name_in_transformers(file: GGUFFile, name: str) -> str:
     block, number, rest = (name.split(".", 2) + ["", ""])[:3]
     if block == "blk" and number.isdigit() and rest in _LAYER_TENSORS:
         return f"model.layers.{number}.{_LAYER_TENSORS[rest]}"
-    raise PeagleError(f"{file.path}: tensor {name!r} has no place in a Llama model; the file is of another kind")
+    raise PeagleError(
+        f"{file.path}: tensor {name!r} has no place in a Llama model; the file is of another kind"
+    )
 
 
 def _check_complete(file: GGUFFile, weights: dict[str, Any], config: Any) -> None:
@@ -133,7 +141,9 @@ def _check_complete(file: GGUFFile, weights: dict[str, Any], config: Any) -> Non
         if found.get(name) != wanted.get(name)
     ]
     if wrong:
-        raise PeagleError(f"{file.path}: {len(wrong)} tensors do not fit its own header: " + "; ".join(wrong[:8]))
+        raise PeagleError(
+            f"{file.path}: {len(wrong)} tensors do not fit its own header: " + "; ".join(wrong[:8])
+        )
 
 
 def _halves_apart(rows: np.ndarray, heads: int) -> np.ndarray:

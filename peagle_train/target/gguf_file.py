@@ -93,7 +93,9 @@ class GGUFFile:
     def need(self, key: str) -> Any:
         """The value of a key; PeagleError naming it where the file lacks it."""
         if key not in self.keys:
-            raise PeagleError(f"{self.path}: the GGUF header has no `{key}`, which is needed to build the model")
+            raise PeagleError(
+                f"{self.path}: the GGUF header has no `{key}`, which is needed to build the model"
+            )
         return self.keys[key]
 
     def read(self, name: str) -> np.ndarray:

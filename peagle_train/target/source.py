@@ -20,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from peagle_train.errors import PeagleError
 from peagle_train.files import atomic_directory, fingerprint, read_json, sha256_of, write_json
 from peagle_train.recipe.schema import TargetSection
-from peagle_train.target.facts import TargetFacts, facts_of
-from peagle_train.target.gguf import CONVERTER_VERSION, convert, read_config
+from peagle_train.target.facts import TargetFacts, facts_of, settings_of
+from peagle_train.target.gguf import CONVERTER_VERSION, convert, read_settings
 from peagle_train.target.gguf_file import GGUFFile
 
 __all__ = ["TargetFacts", "describe", "obtain", "target_fingerprint"]
@@ -51,7 +51,7 @@ def describe(section: TargetSection) -> TargetFacts:
     a key.
     """
     if section.model.startswith(_PACKAGE):
-        return facts_of(read_config(GGUFFile(_packaged_gguf(section.model))), section.model)
+        return facts_of(read_settings(GGUFFile(_packaged_gguf(section.model))), section.model)
     from transformers import AutoConfig
 
     try:
@@ -62,7 +62,7 @@ def describe(section: TargetSection) -> TargetFacts:
         )
     except (OSError, ValueError) as error:
         raise _not_found(section, error) from error
-    return facts_of(config, section.model)
+    return facts_of(settings_of(config), section.model)
 
 
 def obtain(section: TargetSection, console: Console) -> Path:
@@ -189,7 +189,10 @@ def _converted(model: str, console: Console) -> Path:
     with atomic_directory(folder) as temporary:
         with Progress(*columns, console=console) as progress:
             convert(GGUFFile(source), temporary, progress)
-        versions = {name: importlib.metadata.version(name) for name in ("gguf", "safetensors", "tokenizers", "transformers")}
+        versions = {
+            name: importlib.metadata.version(name)
+            for name in ("gguf", "safetensors", "tokenizers", "transformers")
+        }
         write_json(temporary / _MANIFEST, {"made_from": wanted, "package": model, "versions": versions})
     console.print(f"converted {source.name} into {folder} in {time.monotonic() - started:.1f} s")
     return folder
