@@ -1,0 +1,175 @@
+"""Proves that a directory is a head vLLM will draft with, or lists everything that speaks against it.
+
+vLLM itself loads a head with a missing norm, a foreign d2t or NaN weights without a word and drafts
+garbage (vllm/model_executor/models/llama_eagle3.py, `load_weights`). So the proof is ours. It reads the
+directory as a stranger's: nothing in it may raise anything but `HeadFault`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peagle_train.errors import PeagleError
+from peagle_train.export import speculators
+from peagle_train.export.config_checks import check_config
+from peagle_train.export.contract import CONFIG_FILE, RECORD_FILE, WEIGHTS_FILE
+from peagle_train.export.faults import AGAIN, brief, fault
+from peagle_train.export.tensor_checks import check_tensors
+from peagle_train.files import sha256_of
+from peagle_train.head.config import HeadConfig
+
+if TYPE_CHECKING:
+    from peagle_train.target.source import TargetFacts
+
+
+class HeadFault(PeagleError):
+    """All faults of one head directory at once, one line each: file: key or tensor: found; expected; cure."""
+
+    def __init__(self, source: str, faults: list[str]):
+        self.source = source
+        self.faults = faults
+        noun = "fault" if len(faults) == 1 else "faults"
+        super().__init__(f"{source}: {len(faults)} {noun}\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """What was proven about a head."""
+
+    directory: Path
+    format: str  # "plain" or "speculators"
+    config: HeadConfig
+    dtype: str
+    parameters: int
+    size: int  # bytes of model.safetensors
+    weights_sha256: str
+    target: str | None  # the model named by export.json; None for a head without that file
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and value of every line of the table that export prints."""
+        head = self.config
+        vocabulary = f"{head.draft_vocab_size:,} of {head.vocab_size:,} tokens"
+        return [
+            ("format", self.format),
+            ("target", self.target or "not recorded"),
+            ("layers", str(head.num_layers)),
+            ("aux layers", ", ".join(str(layer) for layer in head.aux_layers)),
+            ("draft vocabulary", vocabulary if head.reduced_vocabulary else "full"),
+            ("embeddings", "own" if head.own_embeddings else "shared with the target"),
+            ("mask token id", str(head.mask_token_id)),
+            ("longest context", f"{head.max_position_embeddings:,} tokens"),
+            ("parameters", f"{self.parameters / 1e6:,.1f} M in {self.dtype}, {self.size / 1e6:,.1f} MB"),
+            ("SHA-256", self.weights_sha256),
+        ]
+
+
+def check_head(
+    directory: Path | str, target: TargetFacts | None = None, *, shown_as: str | None = None
+) -> HeadReport:
+    """Checks a head directory of either format.
+
+    Args:
+        directory: holds config.json, model.safetensors and, if we exported it, export.json.
+        target: facts to hold the head against; None: those that export.json recorded, if any.
+        shown_as: how messages name the directory (an export is checked under a temporary name).
+
+    Raises:
+        HeadFault: with every fault found.
+    """
+    directory = Path(directory)
+    shown = shown_as or str(directory)
+    if not directory.is_dir():
+        raise HeadFault(
+            shown,
+            ["no such directory; expected one that `peagle export` wrote; check the path or export again"],
+        )
+    faults: list[str] = []
+
+    record = _read_object(directory / RECORD_FILE, faults) if (directory / RECORD_FILE).exists() else {}
+    raw = _read_object(directory / CONFIG_FILE, faults)
+    if raw is None:
+        raise HeadFault(shown, faults)
+
+    wrapped = speculators.is_wrapped(raw)
+    plain = raw
+    if wrapped:
+        plain, found = speculators.unwrap(raw)
+        faults += [f"{CONFIG_FILE}: {fault}" for fault in found]
+
+    facts = _target_facts(target, record or {})
+    trained = _section(record or {}, "head")
+    config, dtype, found = check_config(plain, facts=facts, trained=trained, wrapped=wrapped)
+    faults += [f"{CONFIG_FILE}: {fault}" for fault in found]
+
+    parameters = 0
+    weights = directory / WEIGHTS_FILE
+    claimed_own = trained.get("own_embeddings")
+    config, parameters, found = check_tensors(directory, config, dtype, claimed_own=claimed_own, facts=facts)
+    faults += found
+    faults += _checksum_faults(directory, record or {})
+    if faults or config is None or dtype is None:
+        raise HeadFault(shown, faults)
+    return HeadReport(
+        directory=directory,
+        format="speculators" if wrapped else "plain",
+        config=config,
+        dtype=dtype,
+        parameters=parameters,
+        size=weights.stat().st_size,
+        weights_sha256=sha256_of(weights),
+        target=facts.get("model"),
+    )
+
+
+def _read_object(path: Path, faults: list[str]) -> dict[str, Any] | None:
+    """A JSON object, or None and a fault."""
+    wanted = "a JSON object in UTF-8"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        faults.append(fault(path.name, "missing", wanted))
+    except json.JSONDecodeError as error:
+        faults.append(fault(path.name, f"line {error.lineno}: {error.msg}", wanted, f"mend it or {AGAIN}"))
+    except (ValueError, RecursionError):  # not UTF-8, a number of thousands of digits, endless nesting
+        faults.append(fault(path.name, "not JSON text", wanted))
+    except OSError as error:
+        faults.append(fault(path.name, f"cannot be read ({error.strerror})", wanted, "check its permissions"))
+    else:
+        if isinstance(value, dict):
+            return value
+        faults.append(fault(path.name, f"holds a {type(value).__name__}", wanted))
+    return None
+
+
+def _section(record: dict[str, Any], key: str) -> dict[str, Any]:
+    value = record.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _target_facts(target: TargetFacts | None, record: dict[str, Any]) -> dict[str, Any]:
+    """The numbers a head must fit: the given target's, else those of export.json, wrong types dropped."""
+    names: dict[str, type] = dict.fromkeys(
+        ("num_layers", "hidden_size", "vocab_size", "max_position_embeddings"), int
+    )
+    names["model"] = str
+    if target is not None:
+        return {name: getattr(target, name) for name in names}
+    recorded = _section(record, "target")
+    return {name: recorded[name] for name, kind in names.items() if type(recorded.get(name)) is kind}
+
+
+def _checksum_faults(directory: Path, record: dict[str, Any]) -> list[str]:
+    """Files that are not what the export wrote: damage that leaves every number finite is seen only here."""
+    faults = []
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        expected = _section(record, "sha256").get(name)
+        if expected is None or not (directory / name).is_file():
+            continue  # a head of another maker, or already a fault
+        now = sha256_of(directory / name)
+        if now != expected:
+            wanted = f"{brief(expected)} by {RECORD_FILE}: the file changed after the export"
+            faults.append(fault(name, f"SHA-256 {now}", wanted, f"copy it again or {AGAIN}"))
+    return faults

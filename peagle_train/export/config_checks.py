@@ -1,0 +1,203 @@
+"""Checks of config.json: every key vLLM reads is there, well typed, and agrees with head and target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peagle_train.export.contract import (
+    ARCHITECTURE,
+    COPIED_KEYS,
+    DTYPES,
+    FIXED_OPTIONS,
+    MASK_KEYS,
+    REAL_KEYS,
+    head_config,
+)
+from peagle_train.export.faults import AGAIN, OWN_TARGET, brief, fault, under
+from peagle_train.head.config import HeadConfig
+
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+# vLLM looks at these before `pard_token`; one that is present must not name another token.
+OTHER_MASK_KEYS = ("mask_token_id", "dspark_noise_token_id")
+ARCHITECTURES = (ARCHITECTURE, "LlamaForCausalLM", "Eagle3LlamaForCausalLM")
+# Bounds on what is believed of a stranger's file before anything is counted by it.
+LARGEST = 2**31
+MOST_LAYERS = 1024
+
+
+def check_config(
+    config: dict[str, Any], *, facts: dict[str, Any], trained: dict[str, Any], wrapped: bool
+) -> tuple[HeadConfig | None, str | None, list[str]]:
+    """Reads a plain config, or the one inside a speculators config.
+
+    Args:
+        config: the object.
+        facts: num_layers, hidden_size, vocab_size, max_position_embeddings of the target; may be empty.
+        trained: the HeadConfig that export.json recorded, as a dict; may be empty.
+        wrapped: whether the config stood inside a speculators config, whose outer key names the class.
+
+    Returns:
+        The head's config if all sizes could be read, its dtype if known, and the faults.
+        `own_embeddings` is left False: the tensors decide it.
+    """
+    faults: list[str] = []
+    sizes_sound = _check_numbers(config, faults)
+    _check_class(config, wrapped, faults)
+    _check_options(config, faults)
+    aux_sound = _check_aux_layers(config, facts, faults)
+    mask_sound = _check_mask_token(config, faults)
+    _check_rope(config, faults)
+    dtype = _check_dtype(config, faults)
+    if not (sizes_sound and aux_sound and mask_sound):
+        return None, dtype, faults
+    head = head_config(config, own_embeddings=False)
+    _check_sizes_against_each_other(head, faults)
+    _check_against_target(head, facts, faults)
+    _check_against_training(head, trained, faults)
+    return head, dtype, faults
+
+
+def _check_numbers(config: dict[str, Any], faults: list[str]) -> bool:
+    before = len(faults)
+    for key in COPIED_KEYS:
+        value: Any = config.get(key)
+        if key in REAL_KEYS:
+            good = type(value) in (int, float) and 0 < value < LARGEST  # false for NaN too
+            wanted = "a positive number"
+        else:
+            largest = MOST_LAYERS if key == "num_hidden_layers" else LARGEST - 1
+            good = type(value) is int and 1 <= value <= largest
+            wanted = f"a whole number from 1 to {largest}"
+        if not good:
+            faults.append(fault(key, under(config, key), f"{wanted}, which vLLM would guess", AGAIN))
+    return len(faults) == before
+
+
+def _check_class(config: dict[str, Any], wrapped: bool, faults: list[str]) -> None:
+    if config.get("model_type") != "llama":
+        faults.append(fault("model_type", under(config, "model_type"), "'llama'"))
+    classes = config.get("architectures")
+    first = classes[0] if isinstance(classes, list) and classes else None
+    if not wrapped and first not in ARCHITECTURES:
+        wanted = f"[{ARCHITECTURE!r}], since vLLM knows no other P-EAGLE name in a plain config"
+        faults.append(fault("architectures", under(config, "architectures"), wanted))
+
+
+def _check_options(config: dict[str, Any], faults: list[str]) -> None:
+    for key, expected in FIXED_OPTIONS.items():
+        value = config.get(key)
+        if value != expected or isinstance(value, bool) != isinstance(expected, bool):
+            wanted = f"{expected!r}, the only way this head was trained"
+            faults.append(fault(key, under(config, key), wanted))
+
+
+def _check_aux_layers(config: dict[str, Any], facts: dict[str, Any], faults: list[str]) -> bool:
+    layers = config.get(AUX_KEY)
+    if not isinstance(layers, list) or not layers or any(type(layer) is not int for layer in layers):
+        wanted = "a list of layer ids, without which vLLM takes its own default"
+        faults.append(fault(AUX_KEY, under(config, AUX_KEY), wanted))
+        return False
+    if layers != sorted(set(layers)):
+        wanted = f"{brief(sorted(set(layers)))}: rising, without repeats, as vLLM sorts them"
+        faults.append(fault(AUX_KEY, brief(layers), wanted, "train with the sorted list"))
+    depth = facts.get("num_layers")
+    beyond = [layer for layer in layers if layer < 0 or (depth is not None and layer > depth)]
+    if beyond:
+        wanted = "ids of 0 or more" if depth is None else f"0..{depth}, since the target has {depth} layers"
+        faults.append(fault(AUX_KEY, f"{brief(beyond)} out of range", wanted, OWN_TARGET))
+    key = "num_aux_hidden_states"
+    if type(config.get(key)) is not int or config[key] != len(layers):
+        wanted = f"{len(layers)}, the length of {AUX_KEY}, by which vLLM sizes fc"
+        faults.append(fault(key, under(config, key), wanted))
+    section = config.get("eagle_config")
+    inner = section if isinstance(section, dict) else {}
+    if inner.get(AUX_KEY) != layers:
+        wanted = f"{brief(layers)} as at the top level"
+        faults.append(fault(f"eagle_config.{AUX_KEY}", under(inner, AUX_KEY), wanted))
+    if inner.get("use_aux_hidden_state", True) is not True:
+        key = "use_aux_hidden_state"
+        faults.append(fault(f"eagle_config.{key}", under(inner, key), "true"))
+    return True
+
+
+def _check_mask_token(config: dict[str, Any], faults: list[str]) -> bool:
+    values = [config.get(key) for key in MASK_KEYS]
+    mask: Any = values[0]
+    if any(type(value) is not int or value != mask for value in values):
+        wanted = "the mask token's id, twice the same"
+        faults.append(fault(" and ".join(MASK_KEYS), brief(values), wanted))
+        return False
+    vocabulary = config.get("vocab_size")
+    if mask < 0 or (type(vocabulary) is int and mask >= vocabulary):
+        wanted = f"an id below vocab_size {brief(vocabulary)}: vLLM would read past its table without a word"
+        faults.append(fault(MASK_KEYS[0], brief(mask), wanted, "train with another mask token"))
+    others = {key: config.get(key) for key in OTHER_MASK_KEYS}
+    nested = config.get("dflash_config")
+    if isinstance(nested, dict):
+        others["dflash_config.mask_token_id"] = nested.get("mask_token_id")
+    for key, value in others.items():
+        if value is not None and value != mask:
+            wanted = f"none, or {mask} as in {MASK_KEYS[0]}: vLLM takes {key} first"
+            faults.append(fault(key, brief(value), wanted, "remove the key"))
+    return True
+
+
+def _check_rope(config: dict[str, Any], faults: list[str]) -> None:
+    """The head turns by rope_theta alone; any scaling that vLLM would apply on top is a fault."""
+    theta = config.get("rope_theta")
+    for key in ("rope_scaling", "rope_parameters"):
+        value = config.get(key)
+        if value in (None, {}):
+            continue
+        harmless = (
+            isinstance(value, dict)
+            and set(value) <= {"rope_type", "rope_theta"}
+            and value.get("rope_type", "default") == "default"
+            and value.get("rope_theta", theta) == theta
+        )
+        if not harmless:
+            wanted = f"none, since the head was trained with rope_theta {brief(theta)} alone"
+            faults.append(fault(key, brief(value), wanted, "remove the key"))
+
+
+def _check_dtype(config: dict[str, Any], faults: list[str]) -> str | None:
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return dtype
+    faults.append(fault("dtype", brief(dtype), f"one of {', '.join(DTYPES)}"))
+    return None
+
+
+def _check_sizes_against_each_other(head: HeadConfig, faults: list[str]) -> None:
+    if head.num_attention_heads % head.num_key_value_heads:
+        wanted = f"a divisor of num_attention_heads {head.num_attention_heads}"
+        faults.append(fault("num_key_value_heads", str(head.num_key_value_heads), wanted))
+    if head.head_dim % 2:
+        faults.append(fault("head_dim", str(head.head_dim), "an even number, for RoPE"))
+    if head.draft_vocab_size > head.vocab_size:
+        wanted = f"at most vocab_size {head.vocab_size}"
+        faults.append(fault("draft_vocab_size", str(head.draft_vocab_size), wanted))
+
+
+def _check_against_target(head: HeadConfig, facts: dict[str, Any], faults: list[str]) -> None:
+    for key, fact in (("vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
+        now, expected = getattr(head, key), facts.get(fact)
+        if expected is not None and now != expected:
+            faults.append(fault(key, str(now), f"{expected}, the target's {fact}", OWN_TARGET))
+    key = "max_position_embeddings"
+    context = facts.get(key)
+    if context is not None and head.max_position_embeddings < context:
+        wanted = f"at least the target's {context}, beyond which vLLM stops drafting or crashes"
+        faults.append(fault(key, str(head.max_position_embeddings), wanted, f"set head.{key} and {AGAIN}"))
+
+
+def _check_against_training(head: HeadConfig, trained: dict[str, Any], faults: list[str]) -> None:
+    """config.json against the config the head was trained with, as export.json recorded it."""
+    keys = {field: key for key, field in COPIED_KEYS.items()}
+    keys |= {"aux_layers": AUX_KEY, "mask_token_id": MASK_KEYS[0]}
+    for field, key in keys.items():
+        now = getattr(head, field)
+        now = list(now) if isinstance(now, tuple) else now
+        if field in trained and trained[field] != now:
+            wanted = f"{brief(trained[field])}, with which the head was trained (export.json)"
+            faults.append(fault(key, brief(now), wanted, f"restore the value or {AGAIN}"))
