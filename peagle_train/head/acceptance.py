@@ -22,7 +22,7 @@ from peagle_train.head.model import PEagleHead
 
 @dataclass
 class Acceptance:
-    """Counts that add up: num_drafts rounds, and how many of them accepted position i (at least i + 1 tokens)."""
+    """Counts that add up: rounds (num_drafts), and in how many of them position i was accepted."""
 
     k: int
     num_drafts: int = 0
@@ -87,7 +87,7 @@ def offline_acceptance(head: PEagleHead, documents: Sequence[Document], k: int) 
 
     Args:
         head: the drafter; it runs where its weights are.
-        documents: greedy answers; `kept` must be `sampling.full_depths(..., k)`, so that every chain is drafted.
+        documents: greedy answers; `kept` must be `sampling.full_depths(..., k)`: every chain is drafted.
         k: drafts per round.
     """
     supervised = [d for d in documents if bool((d.kept > 0).any())]

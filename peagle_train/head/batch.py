@@ -2,8 +2,8 @@
 
 Documents lie one after the other without padding between them:
 
-    rows of the network     [ slots of doc 0 | slots of doc 1 | ... | padding ] [ mask slots by doc, anchor, depth ]
-                              T rows                                              M rows
+    [ slots of doc 0 | slots of doc 1 | ... | padding ] [ mask slots by doc, anchor, depth ]
+      T rows                                              M rows
 
 A document's slots end at its last anchor that carries loss: later ones would be seen by nobody.
 Every mask slot carries loss, by construction of the sampling.
@@ -12,7 +12,8 @@ Every mask slot carries loss, by construction of the sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,8 +66,9 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device) for k, v in moved.items() if isinstance(v, Tensor)})
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
+        return PackedBatch(**values)
 
 
 def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> PackedBatch:

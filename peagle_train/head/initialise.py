@@ -63,7 +63,7 @@ def initialise_from_target(
     head.mask_hidden.copy_(mean_aux.view_as(head.mask_hidden))
     _copy(head.lm_head.weight, output_rows, "lm_head.weight", left)
     _copy(head.norm.weight, final_norm, "norm.weight", left)
-    for index, (mine, theirs) in enumerate(zip(head.layers, layers[-config.num_layers :], strict=True)):
+    for index, (mine, theirs) in enumerate(zip(head.blocks, layers[-config.num_layers :], strict=True)):
         source = dict(theirs.named_parameters())
         for name, parameter in mine.named_parameters():
             if name in ("input_layernorm.weight", "hidden_norm.weight") and index == 0:

@@ -1,4 +1,7 @@
-"""A head in a folder: `head.safetensors` and `head.json`. Checkpoints use it; vLLM's layout is `peagle_train.export`."""
+"""A head in a folder: `head.safetensors` and `head.json`, as checkpoints keep it.
+
+vLLM's layout is another matter: `peagle_train.export`.
+"""
 
 from __future__ import annotations
 

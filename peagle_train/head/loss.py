@@ -37,7 +37,7 @@ class LossSums:
 
 
 def label_rows(labels: Tensor, draft_token_ids: Tensor) -> Tensor:
-    """Draft ids of target ids, -1 where a token cannot be drafted. labels [E], draft_token_ids [DV] rising."""
+    """Draft ids of target ids [E], -1 where a token cannot be drafted; draft_token_ids [DV] rise."""
     at = torch.searchsorted(draft_token_ids, labels).clamp(max=draft_token_ids.shape[0] - 1)
     return torch.where(draft_token_ids[at] == labels, at, -1)
 

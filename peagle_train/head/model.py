@@ -1,9 +1,9 @@
 """The drafter head, as vLLM 0.32 computes it (`vllm/model_executor/models/llama_eagle3.py`).
 
-    embedding of x[i+1] ── input_layernorm ──┐
-                                              ├─ concat [2H] ─ q/k/v ─ attention ─ o ─┐   layer 0
-    aux states ── fc ──┬── hidden_norm ──────┘                                        │
-                       └────────────────────────── residual ─────────────────────────+── MLP ── layers 1.. ── norm ── lm_head
+    embedding of x[i+1] ─ input_layernorm ─┐
+                                           ├─ [2H] ─ q/k/v ─ attention ─ o ─┐
+    aux states ─ fc ─┬─ hidden_norm ───────┘                                │
+                     └──────────────── residual ───────────────────────────(+)─ MLP ─ layers 1.. ─ norm ─ lm_head
 
 A mask slot takes the mask token's embedding and `fc(mask_hidden)` instead; RoPE alone tells mask
 slots apart. Parameter names are vLLM's tensor names, so exporting renames nothing.
@@ -13,6 +13,9 @@ the attention object they hand in (`attention.py`, `session.py`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +46,8 @@ class Rotary(nn.Module):
     Frequencies and angles are float32, as the server computes them: a finer table would differ from
     the served one by up to 0.006 rad at position 100,000.
     """
+
+    frequencies: Tensor
 
     def __init__(self, head_dim: int, theta: float):
         super().__init__()
@@ -138,6 +143,11 @@ class PEagleHead(nn.Module):
         self.register_buffer("d2t", offsets)
 
     @property
+    def blocks(self) -> list[Layer]:
+        """The decoder layers, typed."""
+        return cast(list[Layer], list(self.layers))
+
+    @property
     def draft_token_ids(self) -> Tensor:
         """[DV] int64, the target id of every draft id."""
         ids = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
@@ -152,7 +162,7 @@ class PEagleHead(nn.Module):
         self.d2t.copy_(token_ids - torch.arange(token_ids.shape[0]))
 
     def embed(self, token_ids: Tensor, aux: Tensor, mask_slots: bool) -> tuple[Tensor, Tensor]:
-        """What enters layer 0: embeddings and fused states of real slots, then one row that stands for all mask slots.
+        """What enters layer 0: one row per real slot, then one row that stands for all mask slots.
 
         Args:
             token_ids: [T] token embedded by each real slot.
@@ -194,7 +204,7 @@ class PEagleHead(nn.Module):
         cos, sin = self.rotary(positions, hidden.dtype)
         residual = hidden
         x = hidden
-        for index, (layer, attend) in enumerate(zip(self.layers, attentions, strict=True)):
+        for index, (layer, attend) in enumerate(zip(self.blocks, attentions, strict=True)):
             if index == 0:
                 x = torch.cat([layer.input_layernorm(embeddings), layer.hidden_norm(hidden)], -1)
             else:
@@ -209,9 +219,11 @@ class PEagleHead(nn.Module):
             residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
         return self.norm(residual)
 
-    def forward(self, batch: PackedBatch, attention: type[Attention] | None = None) -> Tensor:
+    def forward(
+        self, batch: PackedBatch, attention: Callable[[PackedBatch], Attention] = ChainAttention
+    ) -> Tensor:
         """Hidden states of the batch's supervised elements, ready for `lm_head`: [E, H]."""
-        attend = (attention or ChainAttention)(batch)
+        attend = attention(batch)
         embeddings, hidden = self.embed(batch.token_ids, batch.aux, mask_slots=batch.num_mask_slots > 0)
         slots = batch.num_slots
         spread = torch.arange(batch.positions.shape[0], device=batch.positions.device).clamp(max=slots)

@@ -97,7 +97,7 @@ def _forward(head: PEagleHead, document: Document, rows: list[tuple[int, int]]) 
         embeddings.append(head.embed_tokens.weight[token])
         residuals.append(head.fc.weight @ state)
 
-    for index, layer in enumerate(head.layers):
+    for index, layer in enumerate(head.blocks):
         queries, keys, values = [], [], []
         for (a, d), embedding, residual in zip(rows, embeddings, residuals, strict=True):
             if index == 0:

@@ -44,7 +44,7 @@ class DraftSession:
 
     def __init__(self, head: PEagleHead):
         self.head = head
-        self.layers = [_CachedLayer() for _ in head.layers]
+        self.layers = [_CachedLayer() for _ in head.blocks]
         self.length = 0
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """token_ids [DV] rising target ids; coverage: share of counted tokens among them; seen: how many were ever counted."""
+    """token_ids [DV] rising target ids; coverage: share of counts on them; seen: distinct tokens counted."""
 
     token_ids: Tensor
     coverage: float
@@ -52,7 +52,8 @@ def choose_draft_vocabulary(
     first = [t for t in dict.fromkeys(always) if t not in forbidden]
     if not len(first) <= size <= vocab_size - len(forbidden):
         raise ValueError(
-            f"a draft vocabulary of {size} cannot hold {len(first)} end tokens within {vocab_size} less {len(forbidden)}"
+            f"a draft vocabulary of {size} must hold {len(first)} end tokens and fit into "
+            f"{vocab_size} tokens less {len(forbidden)} forbidden ones"
         )
     # Sorted by count, ties by id: the order does not depend on the sorting algorithm.
     order = torch.argsort(-counts, stable=True).tolist()

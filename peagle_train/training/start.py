@@ -1,0 +1,126 @@
+"""What stands before step 0: mask token, draft vocabulary, sizes and first weights of the head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from peagle_train.errors import PeagleError
+from peagle_train.files import atomic_file
+from peagle_train.head.config import HeadConfig
+from peagle_train.head.initialise import initialise_from_target, initialise_randomly
+from peagle_train.head.model import PEagleHead
+from peagle_train.head.vocabulary import choose_draft_vocabulary, count_supervised
+from peagle_train.recipe.schema import Recipe
+from peagle_train.store.states import StateStore
+from peagle_train.target.adapter import Target
+from peagle_train.target.mask_token import resolve_mask_token
+
+
+@dataclass(frozen=True)
+class Start:
+    """A fresh head and the part of the target that training keeps."""
+
+    head: PEagleHead
+    target_output: nn.Module
+
+
+def make_start(
+    recipe: Recipe, target: Target, store: StateStore, rows: list[int], directory: Path, console: Console
+) -> Start:
+    """Builds the head of a run.
+
+    Args:
+        rows: the training rows; their tokens choose the draft vocabulary and their states the mean.
+        directory: the training folder; the vocabulary map is written there once and read ever after.
+    """
+    counts, used, mean_aux = _survey(store, rows, target.facts.vocab_size)
+    section = recipe.head
+    mask_token_id = resolve_mask_token(section.mask_token, target.tokenizer, target.facts.vocab_size, used)
+    token_ids = _draft_tokens(recipe, target, counts, mask_token_id, directory, console)
+    head = PEagleHead(head_config(recipe, target, mask_token_id, token_ids))
+    if head.config.reduced_vocabulary:
+        head.set_draft_tokens(token_ids)
+
+    embeddings = target.embedding_table().detach().float().cpu()
+    if section.initialise == "random":
+        initialise_randomly(head, embeddings, recipe.seed)
+    else:
+        layers = [layer.float().cpu() for layer in target.decoder_layers()[-section.layers :]]
+        left = initialise_from_target(
+            head,
+            embeddings=embeddings,
+            output_rows=target.head_table()[token_ids.to(target.device)].detach().float().cpu(),
+            final_norm=target.final_norm_weight().detach().float().cpu(),
+            layers=layers,
+            mean_aux=mean_aux,
+            seed=recipe.seed,
+        )
+        if left:
+            console.print(f"random at the start, for want of a fitting tensor in the target: {', '.join(left)}")
+    return Start(head, target.output_head(token_ids))
+
+
+def head_config(recipe: Recipe, target: Target, mask_token_id: int, draft_token_ids: Tensor) -> HeadConfig:
+    """The head's sizes: the recipe's where it names them, else the target's."""
+    section, facts = recipe.head, target.facts
+    return HeadConfig(
+        hidden_size=facts.hidden_size,
+        intermediate_size=section.intermediate_size or facts.intermediate_size,
+        num_layers=section.layers,
+        num_attention_heads=section.num_attention_heads or facts.num_attention_heads,
+        num_key_value_heads=section.num_key_value_heads or facts.num_key_value_heads,
+        head_dim=section.head_dim or facts.head_dim,
+        vocab_size=facts.vocab_size,
+        draft_vocab_size=draft_token_ids.shape[0],
+        target_hidden_size=facts.hidden_size,
+        aux_layers=tuple(section.aux_layers),
+        mask_token_id=mask_token_id,
+        rms_norm_eps=facts.rms_norm_eps,
+        rope_theta=section.rope_theta or facts.rope_theta,
+        max_position_embeddings=section.max_position_embeddings or facts.max_position_embeddings,
+        own_embeddings=section.embeddings == "own",
+    )
+
+
+def _survey(store: StateStore, rows: list[int], vocab_size: int) -> tuple[Tensor, set[int], Tensor]:
+    """One pass over the rows: supervised counts [V], ids that occur anywhere, mean aux state [A*TH]."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    present = torch.zeros(vocab_size, dtype=torch.bool)
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for index in rows:
+        row = store.read(index)
+        counts += count_supervised([(row.token_ids, row.loss_mask)], vocab_size)
+        present[row.token_ids] = True
+        states = row.aux[row.prompt_length - 1 :]
+        total = total + states.double().sum(0)
+        tokens += states.shape[0]
+    return counts, set(torch.nonzero(present)[:, 0].tolist()), (total / tokens).float()
+
+
+def _draft_tokens(
+    recipe: Recipe, target: Target, counts: Tensor, mask_token_id: int, directory: Path, console: Console
+) -> Tensor:
+    """[DV] target ids the head can draft: read if chosen before, else chosen and written."""
+    size = recipe.head.draft_vocab_size
+    if size is None or size == target.facts.vocab_size:
+        return torch.arange(target.facts.vocab_size)
+    path = directory / "draft_vocabulary.safetensors"
+    if path.is_file():
+        return load_file(str(path))["token_ids"]
+    try:
+        chosen = choose_draft_vocabulary(counts, size, always=target.end_token_ids, never=[mask_token_id])
+    except ValueError as error:
+        raise PeagleError(f"head.draft_vocab_size: {error}; change it in the recipe") from error
+    console.print(
+        f"draft vocabulary: {size:,} of {target.facts.vocab_size:,} tokens; the training answers use "
+        f"{chosen.seen:,} and {100 * chosen.coverage:.2f} % of their tokens can be drafted"
+    )
+    with atomic_file(path) as temporary:
+        save_file({"token_ids": chosen.token_ids}, str(temporary))
+    return chosen.token_ids

@@ -1,0 +1,162 @@
+"""The fast path against the slow reference, in float64: loss and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from peagle_train.head.attention import ChainAttention, RuleAttention
+from peagle_train.head.batch import Document, pack
+from peagle_train.head.loss import draft_loss
+from peagle_train.head.model import PEagleHead
+from peagle_train.head.reference import reference_loss
+from tests.head.toys import CONFIG, toy_document, toy_head
+
+POSITIONS = 4
+
+
+def target_output(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(
+        CONFIG.vocab_size, CONFIG.target_hidden_size, generator=generator, dtype=torch.float64
+    )
+    norm = 1 + 0.2 * torch.randn(CONFIG.target_hidden_size, generator=generator, dtype=torch.float64)
+    return weight, norm
+
+
+def fast_loss(
+    head: PEagleHead,
+    documents: list[Document],
+    kind: str = "kl",
+    attention: type = ChainAttention,
+    pad: int | None = None,
+) -> tuple[torch.Tensor, int]:
+    batch = pack(documents, pad_slots_to=pad)
+    weight, norm = target_output()
+    weight, norm = weight.to(head.fc.weight.dtype), norm.to(head.fc.weight.dtype)
+    last = batch.last.to(weight.dtype)
+    normed = last * (last.square().mean(-1, keepdim=True) + head.config.rms_norm_eps).rsqrt() * norm
+    sums = draft_loss(
+        head.lm_head(head(batch, attention)),
+        normed @ weight[head.draft_token_ids].T,
+        batch.output_row,
+        batch.labels,
+        head.draft_token_ids,
+        batch.depth[batch.supervised],
+        POSITIONS,
+        kind,  # type: ignore[arg-type]
+    )
+    return sums.loss, int(sums.count)
+
+
+def gradients(head: PEagleHead, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    names = [n for n, p in head.named_parameters() if p.requires_grad]
+    values = torch.autograd.grad(loss, [p for p in head.parameters() if p.requires_grad])
+    return dict(zip(names, values, strict=True))
+
+
+def assert_same(head: PEagleHead, ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
+    assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance), (ours.item(), theirs.item())
+    mine, reference = gradients(head, ours), gradients(head, theirs)
+    for name, gradient in reference.items():
+        scale = gradient.abs().max().clamp(min=1.0)
+        assert (mine[name] - gradient).abs().max() <= tolerance * scale, name
+
+
+DOCUMENTS = [
+    dict(seed=1, length=14, turns=((5, 14),)),
+    dict(seed=2, length=9, turns=((3, 8),)),
+    dict(seed=3, length=16, turns=((2, 7), (9, 16))),
+    dict(seed=4, length=6, turns=((4, 6),)),
+]
+
+
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_loss_and_gradients_equal_the_reference(layers: int, kind: str) -> None:
+    head = toy_head(num_layers=layers)
+    documents = [toy_document(**d) for d in DOCUMENTS]  # type: ignore[arg-type]
+    slow, slow_count = reference_loss(head, documents, *target_output(), kind=kind)
+    fast, fast_count = fast_loss(head, documents, kind)
+    assert fast_count == slow_count > 0
+    assert_same(head, fast, slow, 1e-10)
+
+
+def test_the_dense_mask_of_the_rule_gives_the_same() -> None:
+    head = toy_head()
+    documents = [toy_document(**d) for d in DOCUMENTS]  # type: ignore[arg-type]
+    assert_same(
+        head, fast_loss(head, documents)[0], fast_loss(head, documents, attention=RuleAttention)[0], 1e-10
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(draft_vocab_size=40), dict(own_embeddings=False), dict(aux_layers=(2,))]
+)
+def test_other_layouts(changes: dict) -> None:
+    from dataclasses import replace
+
+    head = toy_head(**changes)
+    documents = [toy_document(**d, config=replace(CONFIG, **changes)) for d in DOCUMENTS[:2]]  # type: ignore[arg-type]
+    slow, _ = reference_loss(head, documents, *target_output())
+    assert_same(head, fast_loss(head, documents)[0], slow, 1e-10)
+
+
+def test_packing_adds_up() -> None:
+    """One batch of all documents equals the documents one by one: nothing leaks between them."""
+    head = toy_head()
+    documents = [toy_document(**d) for d in DOCUMENTS]  # type: ignore[arg-type]
+    together = fast_loss(head, documents)
+    alone = [fast_loss(head, [d]) for d in documents]
+    assert together[1] == sum(c for _, c in alone)
+    assert_same(head, together[0], sum((l for l, _ in alone), torch.zeros((), dtype=torch.float64)), 1e-10)
+
+
+@pytest.mark.parametrize("attention", [ChainAttention, RuleAttention])
+def test_padding_changes_nothing(attention: type) -> None:
+    head = toy_head()
+    documents = [toy_document(**DOCUMENTS[0])]  # type: ignore[arg-type]
+    for pad in (64, 256):
+        bare = fast_loss(head, documents, attention=attention)
+        padded = fast_loss(head, documents, attention=attention, pad=pad)
+        assert padded[1] == bare[1]
+        assert torch.isfinite(padded[0])
+        assert_same(head, padded[0], bare[0], 1e-12)
+
+
+def test_float32_stays_close() -> None:
+    documents = [toy_document(**d) for d in DOCUMENTS]  # type: ignore[arg-type]
+    slow, _ = reference_loss(toy_head(), documents, *target_output())
+    fast, _ = fast_loss(toy_head(dtype=torch.float32), documents)
+    assert abs(fast.item() - slow.item()) < 1e-5 * abs(slow.item()) + 1e-4
+
+
+def test_without_mask_slots() -> None:
+    """K = 1: the head is a plain EAGLE drafter and mask_hidden learns nothing."""
+    head = toy_head()
+    document = toy_document(1, positions=1)
+    slow, _ = reference_loss(head, [document], *target_output())
+    fast, _ = fast_loss(head, [document])
+    assert torch.allclose(fast, slow)
+    (gradient,) = torch.autograd.grad(fast, head.mask_hidden, allow_unused=True)
+    assert gradient is None
+
+
+def test_a_batch_without_supervision_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no document"):
+        pack([toy_document(1, turns=())])
+
+
+def test_the_reference_notices_a_broken_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The equality above can fail: let mask slots see one slot past their anchor."""
+    head = toy_head()
+    documents = [toy_document(**DOCUMENTS[0])]  # type: ignore[arg-type]
+    slow, _ = reference_loss(head, documents, *target_output())
+    original = ChainAttention.__init__
+
+    def leaky(self: ChainAttention, batch: object) -> None:
+        original(self, batch)  # type: ignore[arg-type]
+        self.anchor = self.anchor + 1
+
+    monkeypatch.setattr(ChainAttention, "__init__", leaky)
+    assert abs(fast_loss(head, documents)[0].item() - slow.item()) > 1e-6

@@ -1,0 +1,91 @@
+"""Cached drafting computes what training trains."""
+
+from __future__ import annotations
+
+import torch
+
+from peagle_train.head.acceptance import Acceptance, offline_acceptance, walk
+from peagle_train.head.alignment import trainable_depths
+from peagle_train.head.batch import Document, pack
+from peagle_train.head.sampling import full_depths
+from peagle_train.head.session import DraftSession
+from tests.head.toys import toy_document, toy_head
+
+K = 4
+
+
+def row(seed: int = 5) -> Document:
+    document = toy_document(seed, length=20, turns=((6, 20),))
+    mask = torch.zeros(20, dtype=torch.bool)
+    mask[6:] = True
+    return Document(document.token_ids, document.aux, document.last, full_depths(trainable_depths(mask), K))
+
+
+def test_session_logits_equal_the_training_forward_at_every_anchor() -> None:
+    head, document = toy_head(), row()
+    batch = pack([document])
+    trained = head.lm_head(head(batch))
+    where = {
+        (int(batch.anchor[r]), int(batch.depth[r])): trained[i]
+        for i, r in enumerate(batch.supervised.tolist())
+    }
+    session, fed = DraftSession(head), 0
+    for anchor in range(5, 18):
+        if anchor % 3 == 0:
+            continue  # feed two slots at once now and then
+        drafts, logits = session.draft(
+            document.token_ids[fed + 1 : anchor + 2], document.aux[fed : anchor + 1], K
+        )
+        fed = anchor + 1
+        for depth in range(min(K, int(document.kept[anchor]))):
+            assert torch.allclose(logits[depth], where[anchor, depth], atol=1e-10), (anchor, depth)
+            assert drafts[depth] == head.draft_token_ids[where[anchor, depth].argmax()]
+
+
+def test_mask_slots_leave_nothing_in_the_cache() -> None:
+    head, document = toy_head(), row()
+    with_drafts, without = DraftSession(head), DraftSession(head)
+    with_drafts.draft(document.token_ids[1:8], document.aux[:7], K)
+    without.draft(document.token_ids[1:8], document.aux[:7], 1)
+    for a, b in zip(with_drafts.layers, without.layers, strict=True):
+        assert a.k is not None and b.k is not None and a.k.shape[0] == 7
+        assert torch.allclose(a.k, b.k)
+
+
+def test_walk_jumps_by_accepted_plus_one() -> None:
+    matches = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1], [0, 1, 1], [1, 1, 1], [1, 0, 0]]).bool()
+    counts = walk(matches, torch.tensor([0, 3, 3, 3, 2, 1]), 3)
+    # anchor 1 accepts 0; 2 accepts 3; 2 + 3 + 1 = 6 is past the end
+    assert (counts.num_drafts, counts.accepted_at) == (2, [1, 1, 1])
+    counts = walk(matches, torch.tensor([3, 3, 0, 0, 2, 1]), 3)
+    # anchor 0 accepts 2 -> anchor 3 is no anchor -> the next turn begins at 4, accepts 2 of 2
+    assert (counts.num_drafts, counts.accepted_at) == (2, [2, 2, 0])
+    assert counts.acceptance_length == 3.0 and counts.per_position == [1.0, 1.0, 0.0]
+
+
+def test_offline_equals_stepping_through_the_answer() -> None:
+    """Draft, compare with the answer, jump: counts the same as one pass over all of it."""
+    head = toy_head()
+    documents = [row(seed) for seed in range(4)]
+    offline = offline_acceptance(head, documents, K)
+    for document, counted in zip(documents, offline, strict=True):
+        stepped, session, fed, anchor = Acceptance(K), DraftSession(head), 0, 5
+        while anchor <= 17:  # x[anchor + 2] exists
+            drafts, _ = session.draft(
+                document.token_ids[fed + 1 : anchor + 2], document.aux[fed : anchor + 1], K
+            )
+            answer = document.token_ids[anchor + 2 : anchor + 2 + K].tolist()
+            accepted = 0
+            while accepted < len(answer) and drafts[accepted] == answer[accepted]:
+                accepted += 1
+            stepped.add_round(accepted)
+            fed, anchor = anchor + 1, anchor + accepted + 1
+        assert (counted.num_drafts, counted.accepted_at) == (stepped.num_drafts, stepped.accepted_at)
+
+
+def test_a_head_that_knows_the_answer_is_accepted_whole() -> None:
+    """Sanity of the scale: labels as drafts give the longest acceptance there is."""
+    available = full_depths(trainable_depths(torch.tensor([False] * 3 + [True] * 12)), K)
+    counts = walk(torch.ones(14, K, dtype=torch.bool), available, K)
+    # 11 tokens after the first, in rounds of K + 1 = 5: 5, 5, 1
+    assert (counts.num_drafts, counts.num_accepted) == (3, 4 + 4 + 1)

@@ -1,0 +1,70 @@
+"""Small heads and rows for the head's tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from peagle_train.head.alignment import trainable_depths
+from peagle_train.head.batch import Document
+from peagle_train.head.config import HeadConfig
+from peagle_train.head.model import PEagleHead
+from peagle_train.head.sampling import sample_depths
+
+CONFIG = HeadConfig(
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    vocab_size=40,
+    draft_vocab_size=25,
+    target_hidden_size=12,
+    aux_layers=(1, 2, 4),
+    mask_token_id=3,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    max_position_embeddings=64,
+    own_embeddings=True,
+)
+
+
+def toy_head(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> PEagleHead:
+    """A random head with lively weights; norms are not one, so a dropped norm shows."""
+    config = replace(CONFIG, **changes)
+    head = PEagleHead(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in head.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.5 * noise)
+    if config.reduced_vocabulary:
+        ids = torch.randperm(config.vocab_size, generator=generator)
+        ids = ids[ids != config.mask_token_id][: config.draft_vocab_size].sort().values
+        head.set_draft_tokens(ids)
+    return head.to(dtype)
+
+
+def toy_document(
+    seed: int,
+    *,
+    length: int = 14,
+    turns: tuple[tuple[int, int], ...] = ((5, 14),),
+    positions: int = 4,
+    rate: float = 0.8,
+    config: HeadConfig = CONFIG,
+    dtype: torch.dtype = torch.float64,
+) -> Document:
+    """A row of random tokens whose spans `turns` were generated, with one COD draw."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(length, dtype=torch.bool)
+    for start, end in turns:
+        mask[start:end] = True
+    token_ids = torch.randint(4, config.vocab_size, (length,), generator=generator)
+    aux = torch.randn(length - 1, config.aux_width, generator=generator, dtype=dtype)
+    last = torch.randn(length - 1, config.target_hidden_size, generator=generator, dtype=dtype)
+    kept = sample_depths(trainable_depths(mask), positions, rate, generator=generator)
+    return Document(token_ids, aux, last, kept)
