@@ -103,12 +103,13 @@ class Target:
         if report["missing_keys"] or report["mismatched_keys"]:
             absent = [*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])]
             raise PeagleError(
-                f"target {name}: {len(absent)} tensors are missing or misshapen in its safetensors ({', '.join(absent[:6])}); "
-                "they would be random. Obtain the target again."
+                f"target {name}: {len(absent)} tensors are missing or misshapen in its safetensors "
+                f"({', '.join(absent[:6])}); they would be random. Obtain the target again."
             )
         if type(model).__name__ != facts.class_name:
             raise PeagleError(
-                f"target {name}: config.json names {facts.class_name}, but transformers loads {type(model).__name__}"
+                f"target {name}: config.json names {facts.class_name}, "
+                f"but transformers loads {type(model).__name__}"
             )
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             raise PeagleError(f"target {name}: its output head has a bias, which no drafter head can carry")
@@ -119,7 +120,7 @@ class Target:
         return cls(model, tokenizer, facts)
 
     def new_cache(self) -> KeyValueCache:
-        """An empty KV cache for `forward`; `crop` takes rejected tokens back, `select` drops finished rows."""
+        """An empty KV cache for `forward`: `crop` takes rejected tokens back, `select` drops rows."""
         return KeyValueCache()
 
     @torch.no_grad()
@@ -144,7 +145,8 @@ class Target:
         if attention_mask is not None:
             if attention_mask.shape != (batch, total):
                 raise ValueError(
-                    f"attention_mask is {list(attention_mask.shape)}, expected {[batch, total]}: past and new tokens"
+                    f"attention_mask is {list(attention_mask.shape)}, expected {[batch, total]}: "
+                    "past and new tokens"
                 )
             if position_ids is None:
                 position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, total - size :]
@@ -193,7 +195,7 @@ class Target:
 
     @torch.no_grad()
     def logits(self, last: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """The target's own logits for states `last` [..., H]: float32 [..., V], or [..., T] for token_ids [T]."""
+        """The target's own logits for `last` [..., H]: float32 [..., V], or [..., T] for token_ids [T]."""
         weight = self.head_table()
         if token_ids is not None:
             weight = weight[token_ids]
@@ -210,7 +212,7 @@ class Target:
         return TargetOutput(copy.deepcopy(self._norm), weight, self.facts.logit_softcap)
 
     def embedding_table(self) -> torch.Tensor:
-        """[V, H], as stored: classes that scale embeddings (Gemma) do it in the lookup, and vLLM drafts unscaled."""
+        """[V, H], as stored: Gemma scales in the lookup, while vLLM drafts with the unscaled table."""
         return self.model.get_input_embeddings().weight.detach()
 
     def head_table(self) -> torch.Tensor:

@@ -21,7 +21,7 @@ _FIRST_CAPACITY = 128
 
 
 class _GrowingLayer(DynamicLayer):
-    """Keys and values of one decoder layer: `keys` and `values` are views [B, heads, length, D] of the buffers."""
+    """One decoder layer: `keys` and `values` are views [B, heads, length, D] of the buffers."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)

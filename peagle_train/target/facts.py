@@ -40,7 +40,7 @@ class TargetFacts:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """A transformers config as plain settings; of a multimodal one the text part, under the outer class name."""
+    """A transformers config as plain settings; of a multimodal one the text part, with the outer class."""
     return {**config.get_text_config().to_dict(), "architectures": config.architectures}
 
 
@@ -52,8 +52,8 @@ def facts_of(settings: Mapping[str, Any], model: str) -> TargetFacts:
     architectures = settings.get("architectures")
     if not architectures:
         raise PeagleError(
-            f"target {model}: its config.json has no `architectures`; expected the model's class, for example "
-            '["LlamaForCausalLM"]. Add it to config.json.'
+            f"target {model}: its config.json has no `architectures`; expected the model's class, "
+            'for example ["LlamaForCausalLM"]. Add it to config.json.'
         )
     class_name = architectures[0]
     family = family_of(class_name)
@@ -61,7 +61,8 @@ def facts_of(settings: Mapping[str, Any], model: str) -> TargetFacts:
     def need(key: str) -> Any:
         if settings.get(key) is None:
             raise PeagleError(
-                f"target {model} ({class_name}): its config.json has no `{key}`; add the value the model was trained with."
+                f"target {model} ({class_name}): its config.json has no `{key}`; "
+                "add the value the model was trained with."
             )
         return settings[key]
 
@@ -69,8 +70,8 @@ def facts_of(settings: Mapping[str, Any], model: str) -> TargetFacts:
     if family.rope_group is not None:
         if family.rope_group not in rope:
             raise PeagleError(
-                f"target {model} ({class_name}): `rope_parameters` of its config.json has no `{family.rope_group}`, "
-                f"only {sorted(rope)}"
+                f"target {model} ({class_name}): `rope_parameters` of its config.json has no "
+                f"`{family.rope_group}`, only {sorted(rope)}"
             )
         rope = rope[family.rope_group]
     if rope.get("rope_theta") is None:

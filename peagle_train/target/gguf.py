@@ -117,7 +117,7 @@ def convert(file: GGUFFile, folder: Path, progress: Progress) -> None:
 def _name_in_transformers(file: GGUFFile, name: str) -> str:
     if name in _TENSORS:
         return _TENSORS[name]
-    block, number, rest = (name.split(".", 2) + ["", ""])[:3]
+    block, number, rest = [*name.split(".", 2), "", ""][:3]
     if block == "blk" and number.isdigit() and rest in _LAYER_TENSORS:
         return f"model.layers.{number}.{_LAYER_TENSORS[rest]}"
     raise PeagleError(
@@ -175,8 +175,8 @@ def _write_tokenizer(file: GGUFFile, folder: Path, max_length: int) -> None:
     }
     if model != "gpt2" or split not in splits:
         raise PeagleError(
-            f"{file.path}: tokenizer model {model!r} with pre-tokenizer {split!r}; converted are model 'gpt2' with one of "
-            f"{sorted(splits)}. Give the target as a folder or Hub id with safetensors instead."
+            f"{file.path}: tokenizer model {model!r} with pre-tokenizer {split!r}; converted are model 'gpt2' "
+            f"with one of {sorted(splits)}. Give the target as a folder or Hub id with safetensors instead."
         )
     texts: list[str] = file.need("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in file.need("tokenizer.ggml.merges")]

@@ -52,7 +52,8 @@ class GGUFFile:
                 self._parse(file)
         except (struct.error, UnicodeDecodeError) as error:
             raise CorruptError(
-                f"{path}: not a whole GGUF file ({error}); expected GGUF version 2 or 3. Install the file again."
+                f"{path}: not a whole GGUF file ({error}); expected GGUF version 2 or 3. "
+                "Install the file again."
             ) from error
 
     def _parse(self, file: BinaryIO) -> None:
