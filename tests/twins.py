@@ -4,8 +4,8 @@ A twin has the architecture of the real target and a hidden size of 64, so a tes
 Weights are drawn wide, and norms away from 1, so that a forgotten norm, scale or softcap shows up.
 The tokenizer is real: byte-level BPE with a few merges, ChatML specials and a ChatML template.
 
-Ids of the tokenizer: 0 `<|endoftext|>` (unk), 1 `<|im_start|>`, 2 `<|im_end|>` (eos and pad), 3 `<repo_name>`,
-4 `<file_sep>`, then bytes and merges; the last ids below `vocab` have no token (`unused` finds them).
+Ids of the tokenizer: 0 `<|endoftext|>` (unk), 1 `<|im_start|>`, 2 `<|im_end|>` (eos and pad),
+3 `<repo_name>`, 4 `<file_sep>`, then bytes and merges; the last ids below `vocab` have no token.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<file_sep>"]
 MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("o", "n"), ("a", "n"), ("Ġ", "a"), ("Ġ", "the")]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 

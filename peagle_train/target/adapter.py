@@ -68,7 +68,7 @@ class Target:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self._decoder = model.get_decoder()
-        self._norm: nn.Module = self._decoder.norm
+        self._norm: Any = self._decoder.norm
         # transformers renamed the argument; both spellings are in use (5.19 and 5.24).
         parameters = inspect.signature(self._decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -93,13 +93,14 @@ class Target:
         name = str(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         facts = facts_of(settings_of(config), name)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
             attn_implementation=family_of(facts.class_name).attention,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
+        model, report = loaded
         if report["missing_keys"] or report["mismatched_keys"]:
             absent = [*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])]
             raise PeagleError(
@@ -218,6 +219,10 @@ class Target:
     def head_table(self) -> torch.Tensor:
         """[V, H], the output head's weight (the embedding table itself where the two are tied)."""
         return self.model.get_output_embeddings().weight.detach()
+
+    def final_norm_weight(self) -> torch.Tensor:
+        """[H], the scale of the final RMSNorm; all supported classes multiply by it as stored."""
+        return self._norm.weight.detach()
 
     def decoder_layers(self) -> list[nn.Module]:
         """The L decoder layers in order, for initialising a head from them."""

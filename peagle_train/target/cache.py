@@ -23,16 +23,14 @@ _FIRST_CAPACITY = 128
 class _GrowingLayer(DynamicLayer):
     """One decoder layer: `keys` and `values` are views [B, heads, length, D] of the buffers."""
 
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.key_buffer: torch.Tensor | None = None  # [B, heads, capacity, D]
-        self.value_buffer: torch.Tensor | None = None
+    stored = 0
+    key_buffer: torch.Tensor  # [B, heads, capacity, D]; exists once initialised
+    value_buffer: torch.Tensor
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.device, self.dtype = key_states.device, key_states.dtype
         self.key_buffer = _grown(key_states[:, :, :0], _FIRST_CAPACITY)
         self.value_buffer = _grown(value_states[:, :, :0], _FIRST_CAPACITY)
-        self.keys, self.values = self.key_buffer[:, :, :0], self.value_buffer[:, :, :0]
         self.is_initialized = True
 
     def update(
@@ -41,27 +39,31 @@ class _GrowingLayer(DynamicLayer):
         """Appends keys and values [B, heads, S, D]; returns all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start = self.keys.shape[2]
-        stop = start + key_states.shape[2]
+        start, stop = self.stored, self.stored + key_states.shape[2]
         if stop > self.key_buffer.shape[2]:
             capacity = max(stop, 2 * self.key_buffer.shape[2])
-            self.key_buffer = _grown(self.keys, capacity)
-            self.value_buffer = _grown(self.values, capacity)
+            self.key_buffer = _grown(self.key_buffer[:, :, :start], capacity)
+            self.value_buffer = _grown(self.value_buffer[:, :, :start], capacity)
         self.key_buffer[:, :, start:stop] = key_states
         self.value_buffer[:, :, start:stop] = value_states
-        self.keys, self.values = self.key_buffer[:, :, :stop], self.value_buffer[:, :, :stop]
-        return self.keys, self.values
+        return self.keep_first(stop)
 
-    def keep_first(self, length: int) -> None:
-        if self.is_initialized:
-            self.keys, self.values = self.key_buffer[:, :, :length], self.value_buffer[:, :, :length]
+    def get_seq_length(self) -> int:
+        return self.stored
+
+    def keep_first(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forgets all but the first `length` positions; returns the keys and values that are left."""
+        self.stored = length
+        keys, values = self.key_buffer[:, :, :length], self.value_buffer[:, :, :length]
+        self.keys, self.values = keys, values
+        return keys, values
 
     def keep_rows(self, rows: torch.Tensor, start: int) -> None:
-        if self.is_initialized:
-            length = self.keys.shape[2] - start
-            self.key_buffer = _grown(self.keys[:, :, start:][rows], self.key_buffer.shape[2])
-            self.value_buffer = _grown(self.values[:, :, start:][rows], self.value_buffer.shape[2])
-            self.keep_first(length)
+        """Keeps the batch rows `rows` [R], and of those the positions from `start` on."""
+        rows, capacity = rows.to(self.device), self.key_buffer.shape[2]
+        self.key_buffer = _grown(self.key_buffer[:, :, start : self.stored][rows], capacity)
+        self.value_buffer = _grown(self.value_buffer[:, :, start : self.stored][rows], capacity)
+        self.keep_first(self.stored - start)
 
 
 class KeyValueCache(Cache):
@@ -78,7 +80,7 @@ class KeyValueCache(Cache):
         """Keeps the first `length` positions of every layer. Raises ValueError outside 0..length."""
         if not 0 <= length <= self.length:
             raise ValueError(f"crop({length}): the cache holds {self.length} positions")
-        for layer in self.layers:
+        for layer in self._growing_layers():
             layer.keep_first(length)
 
     def select(self, rows: torch.Tensor, start: int = 0) -> None:
@@ -89,8 +91,12 @@ class KeyValueCache(Cache):
         """
         if not 0 <= start <= self.length:
             raise ValueError(f"select(start={start}): the cache holds {self.length} positions")
-        for layer in self.layers:
-            layer.keep_rows(rows.to(layer.device), start)
+        for layer in self._growing_layers():
+            layer.keep_rows(rows, start)
+
+    def _growing_layers(self) -> list[_GrowingLayer]:
+        """The layers that hold something; classes that share keys between layers leave some empty."""
+        return [layer for layer in self.layers if isinstance(layer, _GrowingLayer) and layer.is_initialized]
 
 
 def _grown(states: torch.Tensor, capacity: int) -> torch.Tensor:

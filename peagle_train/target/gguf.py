@@ -94,15 +94,16 @@ def convert(file: GGUFFile, folder: Path, progress: Progress) -> None:
     from safetensors.torch import save_file
     from transformers import LlamaConfig
 
-    config = LlamaConfig(**read_settings(file))
+    settings = read_settings(file)
+    config = LlamaConfig(**settings)
     weights: dict[str, torch.Tensor] = {}
     task = progress.add_task(f"converting {file.path.name}", total=len(file.tensors))
     for name in file.tensors:
         values = file.read(name)
         if name.endswith(".attn_q.weight"):
-            values = _halves_apart(values, config.num_attention_heads)
+            values = _halves_apart(values, settings["num_attention_heads"])
         elif name.endswith(".attn_k.weight"):
-            values = _halves_apart(values, config.num_key_value_heads)
+            values = _halves_apart(values, settings["num_key_value_heads"])
         weights[_name_in_transformers(file, name)] = torch.from_numpy(np.ascontiguousarray(values))
         progress.advance(task)
     _check_complete(file, weights, config)
@@ -166,7 +167,7 @@ def _write_tokenizer(file: GGUFFile, folder: Path, max_length: int) -> None:
 
     model, split = file.need("tokenizer.ggml.model"), file.need("tokenizer.ggml.pre")
     # GGUF names the split, the rule itself stands in llama.cpp (src/llama-vocab.cpp).
-    splits = {
+    splits: dict[str, list[Any]] = {
         "smollm": [
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
@@ -175,8 +176,9 @@ def _write_tokenizer(file: GGUFFile, folder: Path, max_length: int) -> None:
     }
     if model != "gpt2" or split not in splits:
         raise PeagleError(
-            f"{file.path}: tokenizer model {model!r} with pre-tokenizer {split!r}; converted are model 'gpt2' "
-            f"with one of {sorted(splits)}. Give the target as a folder or Hub id with safetensors instead."
+            f"{file.path}: tokenizer model {model!r} with pre-tokenizer {split!r}; converted are model "
+            f"'gpt2' with one of {sorted(splits)}. Give the target "
+            "as a folder or Hub id with safetensors instead."
         )
     texts: list[str] = file.need("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in file.need("tokenizer.ggml.merges")]
