@@ -35,7 +35,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yields an empty temporary directory; it becomes `path`, replacing what stood there, when the block ends."""
+    """Yields an empty temporary directory; it replaces `path` when the block ends without error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY}")
     shutil.rmtree(temporary, ignore_errors=True)

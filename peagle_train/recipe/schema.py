@@ -1,185 +1,223 @@
 """The recipe: everything one run depends on, in one typed YAML file.
 
-Each class below is one section of the file. The descriptions are the documentation:
+Each class below is one section of the file, and the descriptions are the documentation:
 `peagle recipe` prints them. A key left out takes the default given here; an unknown key is an error.
+What one field must be stands here; what several fields must be together stands in `rules.py`, and what
+only the target can tell (its depth, its vocabulary) in `checks.py`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from peagle_train.recipe.rules import View, broken_rules
 
 Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Index = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """A part of the recipe: immutable, no unknown keys, no silent conversion of types."""
+    """A part of the recipe: immutable, no unknown keys, no silent conversion of types, finite numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class TargetSection(Section):
     """The model that verifies, and for which the head drafts."""
 
-    model: str = Field(
-        description="a folder, a Hub id, or `package:NAME` for a GGUF file that travels in an installed Python package"
+    model: Text = Field(
+        description="a folder, a Hub id, or `package:NAME` for a GGUF file inside an installed Python package"
     )
-    revision: str | None = Field(None, description="Hub revision; a commit hash makes the run repeatable")
+    revision: Text | None = Field(
+        default=None, description="Hub revision; a commit hash makes the run repeatable"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="in which the target runs; float32 is faster on most CPUs"
+        default="bfloat16", description="in which the target runs; float32 is faster on most CPUs"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: a GPU where there is one"
+    )
     trust_remote_code: bool = Field(
-        False, description="run Python code that comes with the model: only for models you trust"
+        default=False, description="run Python code that comes with the model: only for models you trust"
     )
 
 
 class PromptSet(Section):
     """Some prompts of one source."""
 
-    source: str = Field(
-        description="`stdlib` (requests made from Python's standard library), `humaneval`, or the path of a JSONL file"
+    source: Text = Field(
+        description="`stdlib` (requests made from Python's standard library), `humaneval`, or a JSONL file"
     )
     split: Literal["train", "validation", "heldout", "all"] = Field(
-        "all", description="which part of the source; the parts share no prompt"
+        default="all", description="which part of the source; the parts share no prompt"
     )
-    count: Count | None = Field(None, description="how many prompts; left out: all")
+    count: Count | None = Field(default=None, description="how many prompts; left out: all of them")
 
 
 class DataSection(Section):
     """Prompts, and how the target answers them."""
 
-    train: PromptSet
+    train: PromptSet = Field(description="the head learns from the answers to these")
     validation: PromptSet = Field(description="picks the best checkpoint; never trained on")
-    heldout: dict[str, PromptSet] = Field(description="sets to report on, by name; used once, after training")
-    system_prompt: str | None = Field(
-        None, description="system turn put before every prompt; left out: the template's own default"
+    heldout: Annotated[dict[SetName, PromptSet], Field(min_length=1)] = Field(
+        description="sets to report on, by name; used once, after training"
     )
-    max_prompt_tokens: Count = Field(256, description="longer prompts are left out and counted")
-    max_new_tokens: Count = Field(64, description="an answer is cut here and counted as truncated")
-    batch_size: Count = Field(32, description="rows answered at once; the unit that is redone after a kill")
+    system_prompt: str | None = Field(
+        default=None, description="system turn put before every prompt; left out: the template's own default"
+    )
+    max_prompt_tokens: Count = Field(default=256, description="longer prompts are left out and counted")
+    max_new_tokens: Count = Field(default=64, description="an answer is cut here and counted as truncated")
+    batch_size: Count = Field(
+        default=32, description="rows answered at once; the unit that is redone after a kill"
+    )
     workers: Count | None = Field(
-        None, description="single-thread processes on a CPU; left out: one per core, one on a GPU"
+        default=None, description="single-thread processes on a CPU; left out: one per core, one on a GPU"
     )
 
 
 class StatesSection(Section):
-    """Hidden states of the target."""
+    """Hidden states of the target, as they are stored."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="in which states are stored"
+        default="bfloat16", description="in which states are stored; float16 ends at 65,504"
     )
     keep_while_answering: bool = Field(
-        True, description="keep the states of the pass that answers; otherwise a second pass makes them"
+        default=True,
+        description="keep the states of the pass that answers; otherwise a second pass makes them",
     )
 
 
 class HeadSection(Section):
     """The drafter head, as vLLM computes it. Sizes left out are the target's."""
 
-    layers: Count = Field(4, description="decoder layers; the paper recommends 4")
-    aux_layers: list[Annotated[int, Field(ge=0)]] = Field(
+    layers: Count = Field(default=4, description="decoder layers; the paper recommends 4")
+    aux_layers: Annotated[list[Index], Field(min_length=1)] = Field(
         description="tapped layers in vLLM's convention: id = output of the first id decoder layers"
     )
-    mask_token: int | str = Field(
-        description="id or text of a token that neither data nor template holds, or `unused` to find a row no text can produce"
+    mask_token: Index | Text = Field(
+        description="id or text of a token that neither data nor template holds; `unused` finds a row "
+        "that no text can produce"
     )
     draft_vocab_size: Count | None = Field(
-        None, description="tokens the head can draft; left out: the target's whole vocabulary"
+        default=None, description="tokens the head can draft; left out: the target's whole vocabulary"
     )
-    intermediate_size: Count | None = None
-    num_attention_heads: Count | None = None
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
-    rope_theta: Annotated[float, Field(gt=0)] | None = None
-    max_position_embeddings: Count | None = Field(None, description="at least the target's")
+    intermediate_size: Count | None = Field(default=None, description="width of the MLP")
+    num_attention_heads: Count | None = Field(default=None, description="query heads")
+    num_key_value_heads: Count | None = Field(default=None, description="must divide num_attention_heads")
+    head_dim: Count | None = Field(
+        default=None, description="width of one head; even, since RoPE turns pairs"
+    )
+    rope_theta: Positive | None = Field(default=None, description="base of the rotary frequencies")
+    max_position_embeddings: Count | None = Field(
+        default=None, description="longest context; at least the target's, or serving fails there"
+    )
     embeddings: Literal["own", "shared"] = Field(
-        "own",
-        description="own: a copy of the target's table, trained; shared: the target's, frozen, not exported",
+        default="own",
+        description="own: a trained copy of the target's table; shared: the target's, not exported",
     )
-    initialise: Literal["target", "random"] = Field("target", description="where the first weights come from")
+    initialise: Literal["target", "random"] = Field(
+        default="target", description="where the first weights come from"
+    )
 
-    @model_validator(mode="after")
-    def _aux_layers_are_a_sorted_set(self) -> HeadSection:
-        if not self.aux_layers:
-            raise ValueError("aux_layers: at least one layer is needed")
-        if self.aux_layers != sorted(set(self.aux_layers)):
+    @field_validator("aux_layers")
+    @classmethod
+    def _aux_layers_rise(cls, layers: list[int]) -> list[int]:
+        if layers != sorted(set(layers)):
             raise ValueError(
-                f"aux_layers: {self.aux_layers} must rise without repeats, as vLLM sorts them: {sorted(set(self.aux_layers))}"
+                f"found {layers}; expected layers that rise without repeats, the order vLLM puts them in; "
+                f"write {sorted(set(layers))}"
             )
-        return self
+        return layers
 
 
 class CodSection(Section):
     """Conditional drop-token sampling: which mask slots are trained in a step."""
 
     rate: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.8, description="depth d keeps rate ** d of its trainable chains"
+        default=0.8, description="depth d keeps rate ** d of its trainable chains"
     )
-    floor: Fraction = Field(0.0, description="at least this share is kept at every depth")
+    floor: Share = Field(default=0.0, description="at least this share is kept at every depth")
 
 
 class TrainSection(Section):
     """How the head learns. Training counts steps, never seconds."""
 
     positions: Count = Field(
-        8,
-        description="K_train: positions drafted in one pass, 1 real and K - 1 mask slots; at least the K that serving uses",
+        default=8,
+        description="K: positions drafted in one pass, 1 real and K - 1 masks; at least the K of serving",
     )
-    cod: CodSection = CodSection()
+    cod: CodSection = Field(default=CodSection(), description="which mask slots are trained")
     loss: Literal["kl", "ce"] = Field(
-        "kl", description="kl: the target's distribution over the draft vocabulary; ce: its tokens"
+        default="kl", description="kl: the target's distribution over the draft vocabulary; ce: its tokens"
     )
-    steps: Count
-    batch_rows: Count = Field(8, description="rows per step and process")
-    accumulate: Count = Field(1, description="micro-batches per step")
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    decay: Literal["linear", "cosine", "constant"] = "linear"
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    steps: Count = Field(description="optimizer steps")
+    batch_rows: Count = Field(default=8, description="rows per micro-batch and process")
+    accumulate: Count = Field(default=1, description="micro-batches per step")
+    learning_rate: Positive = Field(default=1e-4, description="highest rate, reached after the warm-up")
+    warmup_steps: Index = Field(default=0, description="steps in which the rate rises from zero")
+    decay: Literal["linear", "cosine", "constant"] = Field(
+        default="linear", description="down to zero at the end"
+    )
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(
+        default=0.0, description="AdamW's, on matrices only"
+    )
+    betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = Field(
+        default=(0.9, 0.95), description="AdamW's momenta"
+    )
+    clip_norm: Positive = Field(default=1.0, description="gradients are scaled down to this norm")
     precision: Literal["fp32", "bf16"] = Field(
-        "bf16", description="bf16: computed in bfloat16 over float32 master weights"
+        default="bf16", description="bf16: computed in bfloat16 over float32 master weights"
     )
-    log_every: Count = 10
-    validate_every: Count = 100
-    checkpoint_every: Count = 100
+    log_every: Count = Field(default=10, description="steps between lines of the log")
+    validate_every: Count = Field(
+        default=100, description="steps between measurements of held-out acceptance"
+    )
+    checkpoint_every: Count = Field(default=100, description="steps between checkpoints to resume from")
 
 
 class ExportSection(Section):
     """The directory vLLM loads."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="bfloat16", description="of the stored weights"
+    )
     format: Literal["plain", "speculators"] = Field(
-        "plain",
-        description="plain: served with --speculative-config; speculators: `vllm serve HEAD` finds the target",
+        default="plain",
+        description="plain: served with --speculative-config; speculators: served by `vllm serve HEAD` alone",
     )
 
 
 class EvaluateSection(Section):
     """Acceptance on the held-out sets."""
 
-    k: Count = Field(5, description="num_speculative_tokens")
-    loop_prompts: Annotated[int, Field(ge=0)] = Field(
-        4, description="prompts per set that also go through the real speculative loop"
+    k: Count = Field(default=5, description="num_speculative_tokens; at most train.positions")
+    loop_prompts: Index = Field(
+        default=4, description="prompts per set that also go through the real speculative loop"
     )
 
 
 class PushSection(Section):
     """Where the finished head goes; nothing is pushed unless `peagle push` is called."""
 
-    to: str | None = Field(None, description="s3://bucket/prefix or hf://owner/name")
+    to: Text | None = Field(default=None, description="s3://bucket/prefix or hf://owner/name")
 
 
 class Recipe(Section):
     """One run, from prompts to a proven head."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    seed: Annotated[int, Field(ge=0)] = 0
-    output: str = Field("runs", description="the run's folder is OUTPUT/NAME")
+    name: Name = Field(description="name of the run")
+    seed: Index = Field(
+        default=0, description="seed of everything random; same seed, same machine: same numbers"
+    )
+    output: Text = Field(default="runs", description="the run's folder is OUTPUT/NAME")
     target: TargetSection
     data: DataSection
     states: StatesSection = StatesSection()
@@ -188,3 +226,11 @@ class Recipe(Section):
     export: ExportSection = ExportSection()
     evaluate: EvaluateSection = EvaluateSection()
     push: PushSection = PushSection()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Recipe:
+        """For recipes made in Python; the loader asks the same rules itself, to name lines and keys."""
+        broken = list(broken_rules(View(self.model_dump())))
+        if broken:
+            raise ValueError("; ".join(f"{key}: {message}" for key, message in broken))
+        return self

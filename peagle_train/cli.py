@@ -1,0 +1,324 @@
+"""`peagle`: one verb a stage, and `run` for all of them.
+
+Thin on purpose: each verb opens the run, calls one function, prints. What needs torch is imported when
+its verb runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+from rich.console import Console
+
+from peagle_train.errors import PeagleError, RecipeError
+
+
+class _Verbs(typer.core.TyperGroup):
+    """Prints the faults a user can mend without a traceback: recipe faults leave with 2, others with 1."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)  # in the order of the work, not of the alphabet
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PeagleError as error:
+            _complain(f"peagle: {error}")
+            raise typer.Exit(2 if isinstance(error, RecipeError) else 1) from None
+        except KeyboardInterrupt:
+            _complain("peagle: stopped; the same command goes on from the last finished piece")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="""Train a P-EAGLE head for speculative decoding, prove it, and ship it.
+
+\b
+One recipe (YAML) is one run. The stages, in order:
+  prepare    prompts, answered by the target          -> answers/
+  extract    the target's hidden states on them       -> states/
+  train      the head learns from these               -> training/
+  export     a directory that vLLM loads              -> head/
+  evaluate   acceptance on held-out prompts           -> evaluation/
+
+\b
+All of them:        peagle run smollm2
+With changed keys:  peagle run smollm2 train.steps=200 head.layers=2
+Every key:          peagle recipe
+""",
+)
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="a YAML file, or NAME of recipes/NAME.yaml")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="keys put over the recipe, e.g. train.cod.rate=0.7"),
+]
+
+
+def _teach(what: str, *, reads: str, writes: str, example: str, then: str) -> str:
+    return (
+        f"{what}\n\n\b\nReads:    {reads}\nWrites:   {writes}\nExample:  {example}\nThen:     {then}\n\n"
+        "Finished output with the same inputs is kept and the work skipped; output of other inputs is set "
+        "aside, never deleted; stopped work goes on where it stopped."
+    )
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: Annotated[bool, typer.Option("--version", help="versions of everything")] = False) -> None:
+    if version:
+        from peagle_train.versions import versions
+
+        for name, number in versions().items():
+            typer.echo(f"{name} {number}")
+        raise typer.Exit
+
+
+@app.command(
+    short_help="let the target answer the prompts",
+    help=_teach(
+        "Let the target answer the prompts; keep its tokens and which of them it generated.",
+        reads="target, data (and head.aux_layers, states: the same pass can keep the states)",
+        writes="OUTPUT/NAME/answers",
+        example="peagle prepare smollm2 data.train.count=64 --show 2",
+        then="peagle extract RECIPE",
+    ),
+)
+def prepare(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    show: Annotated[
+        int | None, typer.Option("--show", min=1, metavar="N", help="print N rows, supervised tokens marked")
+    ] = None,
+) -> None:
+    from peagle_train.pipeline import resolve
+
+    def rows(run: Any, console: Console) -> None:
+        resolve("data_prep.show:show")(run, show, console)
+
+    _stage("prepare", recipe, overrides, rows if show else None)
+
+
+@app.command(
+    short_help="store the target's hidden states",
+    help=_teach(
+        "Store the target's hidden states on every answered row.",
+        reads="OUTPUT/NAME/answers; head.aux_layers, states",
+        writes="OUTPUT/NAME/states",
+        example="peagle extract smollm2",
+        then="peagle train RECIPE",
+    ),
+)
+def extract(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+    _stage("extract", recipe, overrides)
+
+
+@app.command(
+    short_help="train the head",
+    help=_teach(
+        "Train the head; keep the checkpoint with the best held-out acceptance.",
+        reads="OUTPUT/NAME/states; head, train, seed",
+        writes="OUTPUT/NAME/training (best/, checkpoints, log)",
+        example="peagle train smollm2 train.steps=800\n"
+        "          on several processes: accelerate launch -m peagle_train.training recipes/smollm2.yaml",
+        then="peagle export RECIPE",
+    ),
+)
+def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+    _stage("train", recipe, overrides)
+
+
+@app.command(
+    short_help="write the head as vLLM loads it",
+    help=_teach(
+        "Write the best checkpoint as a directory that vLLM loads, proven complete before it appears.",
+        reads="OUTPUT/NAME/training/best; export",
+        writes="OUTPUT/NAME/head",
+        example="peagle export smollm2 --format speculators",
+        then="peagle evaluate RECIPE",
+    ),
+)
+def export(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    format: Annotated[
+        str | None, typer.Option("--format", help="plain or speculators; the same as export.format=...")
+    ] = None,
+) -> None:
+    chosen = [*(overrides or []), *([f"export.format={format}"] if format is not None else [])]
+    _stage("export", recipe, chosen)
+
+
+@app.command(
+    short_help="measure acceptance on held-out prompts",
+    help=_teach(
+        "Measure acceptance on the held-out sets, offline and through the real speculative loop.",
+        reads="OUTPUT/NAME/head, OUTPUT/NAME/states; evaluate",
+        writes="OUTPUT/NAME/evaluation, OUTPUT/NAME/summary.json",
+        example="peagle evaluate smollm2 evaluate.k=4",
+        then="peagle push OUTPUT/NAME/head s3://BUCKET/PREFIX",
+    ),
+)
+def evaluate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+    from peagle_train.pipeline import finish, next_command, run_stage
+
+    console = Console()
+    with _open(recipe, overrides) as run:
+        result = run_stage(run, "evaluate", console)
+        finish(run, {"evaluate": result}, console)
+        _next(result.next_command or next_command(run, "evaluate"), console)
+
+
+@app.command(
+    short_help="run every stage, then report",
+    help=_teach(
+        "Run every stage, then print acceptance, seconds, and the command that serves the head.",
+        reads="the whole recipe",
+        writes="OUTPUT/NAME with one folder a stage, and summary.json",
+        example="peagle run smollm2 name=trial train.steps=100",
+        then="the printed serving command, or peagle push OUTPUT/NAME/head s3://BUCKET/PREFIX",
+    ),
+)
+def run(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+    from peagle_train.pipeline import next_command, run_all
+
+    console = Console()
+    with _open(recipe, overrides) as opened:
+        run_all(opened, console)
+        _next(next_command(opened, "evaluate"), console)
+
+
+@app.command(
+    short_help="deliver a head to S3 or the Hub",
+    help="Deliver a head to S3 or the Hub: checked again, with card and checksums, and read back.\n\n"
+    "\b\nReads:    HEAD, a directory that `peagle export` wrote, or a recipe (then its OUTPUT/NAME/head)\n"
+    "Writes:   DEST: s3://BUCKET/PREFIX or hf://OWNER/NAME; left out: push.to of the recipe\n"
+    "Example:  peagle push runs/smollm2/head s3://models/smollm2-peagle\n"
+    "Then:     serve it as its card says\n\n"
+    "Credentials come from the usual places of AWS and the Hub (environment, profile, login), never from "
+    "the recipe.",
+)
+def push(
+    head: Annotated[str, typer.Argument(metavar="HEAD", help="a head's directory, or a recipe")],
+    dest: Annotated[str | None, typer.Argument(metavar="[DEST]", help="s3://... or hf://...")] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace other content at DEST")] = False,
+) -> None:
+    directory = Path(head)
+    if not directory.is_dir():
+        from peagle_train.recipe import load_recipe
+        from peagle_train.run import run_directory
+        from peagle_train.stages import FOLDERS
+
+        recipe = load_recipe(head)
+        directory = run_directory(recipe) / FOLDERS["export"]
+        dest = dest or recipe.push.to
+    if dest is None:
+        raise PeagleError(
+            "push: found no destination; expected s3://BUCKET/PREFIX or hf://OWNER/NAME after the head, or "
+            "push.to in the recipe"
+        )
+    from peagle_train.delivery.push import push_head
+
+    push_head(directory, dest, Console(), force=force)
+
+
+@app.command(
+    short_help="prove that vLLM can use a head",
+    help="Prove that vLLM can load a head and draft with it: names, shapes, types, values, ids, sizes.\n\n"
+    "\b\nReads:    HEAD, a directory with config.json and model.safetensors\n"
+    "Writes:   nothing\n"
+    "Example:  peagle check runs/smollm2/head --target smollm2\n"
+    "Then:     peagle push HEAD s3://BUCKET/PREFIX",
+)
+def check(
+    head: Annotated[Path, typer.Argument(metavar="HEAD", help="a head's directory")],
+    target: Annotated[
+        str | None,
+        typer.Option("--target", metavar="RECIPE", help="hold it against this recipe's target too"),
+    ] = None,
+) -> None:
+    facts = None
+    if target is not None:
+        from peagle_train.recipe import load_recipe
+        from peagle_train.target.source import describe
+
+        facts = describe(load_recipe(target).target)
+    from peagle_train.export.checks import check_head
+
+    report = check_head(head, facts)
+    for name, value in report.rows():
+        typer.echo(f"{name:<18}{value}")
+    typer.echo(f"{head}: no fault found")
+
+
+@app.command(
+    short_help="explain every key; or check a recipe",
+    help="Explain every key of a recipe with type, default and meaning; or check the recipe given.\n\n"
+    "\b\nReads:    RECIPE, and its target's config\n"
+    "Writes:   nothing\n"
+    "Example:  peagle recipe > recipes/mine.yaml\n"
+    "          peagle recipe smollm2 train.steps=200\n"
+    "Then:     peagle run RECIPE",
+)
+def recipe(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="a YAML file, or NAME of recipes/NAME.yaml")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    if recipe is None:
+        from peagle_train.recipe.fields import documentation
+
+        typer.echo(documentation(), nl=False)
+        return
+    from peagle_train.recipe import check_against_target, read_recipe
+    from peagle_train.recipe.yaml_text import dump
+
+    loaded = read_recipe(recipe, overrides or ())
+    from peagle_train.target.source import describe
+
+    source = loaded.places.source
+    check_against_target(loaded.recipe, describe(loaded.recipe.target), source, loaded.places)
+    typer.echo(dump(loaded.recipe.model_dump(mode="json")), nl=False)
+    _complain(f"{source}: no fault found; next: peagle run {source}")
+
+
+def main() -> None:
+    """Entry point of the `peagle` command."""
+    app()
+
+
+def _open(recipe: str, overrides: list[str] | None) -> Any:
+    from peagle_train.run import Run
+
+    return Run.open(recipe, overrides or (), command=("peagle", *sys.argv[1:]))
+
+
+def _stage(name: str, recipe: str, overrides: list[str] | None, afterwards: Any = None) -> None:
+    """Runs one stage, then `afterwards(run, console)`, and names the next command."""
+    from peagle_train.pipeline import next_command, run_stage
+
+    console = Console()
+    with _open(recipe, overrides) as run:
+        result = run_stage(run, name, console)
+        if afterwards is not None:
+            afterwards(run, console)
+        _next(result.next_command or next_command(run, name), console)
+
+
+def _next(command: str, console: Console) -> None:
+    console.print(f"Next: {command}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _complain(text: str) -> None:
+    typer.echo(text, err=True)

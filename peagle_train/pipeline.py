@@ -1,0 +1,109 @@
+"""The stages in their order, one at a time or all of them.
+
+    prepare ──► extract ──► train ──► export ──► evaluate
+    answers     states      training  head       evaluation   (folders of the run)
+
+The table names each stage's function as text, so that `peagle --help` imports none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from peagle_train.run import Run
+from peagle_train.stages import StageResult, require
+from peagle_train.summary import print_summary, summarise
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A row of the table.
+
+    Attributes:
+        name: the verb.
+        function: `module:function`, called with (run, console).
+        needs: stages whose output it reads.
+    """
+
+    name: str
+    function: str
+    needs: tuple[str, ...] = ()
+
+
+STAGES = (
+    Stage("prepare", "data_prep.prepare:prepare"),
+    Stage("extract", "data_prep.extract:extract", ("prepare",)),
+    Stage("train", "peagle_train.training.stage:train", ("extract",)),
+    Stage("export", "peagle_train.export.stage:export", ("train",)),
+    Stage("evaluate", "peagle_train.evaluation.stage:evaluate", ("extract", "export")),
+)
+
+
+def resolve(dotted: str) -> Callable[..., Any]:
+    """The function that `module:function` names."""
+    module, _, name = dotted.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def run_stage(run: Run, name: str, console: Console) -> StageResult:
+    """Runs one stage, or skips it if its output is there, and says what happened.
+
+    Raises PeagleError if a stage it reads from has not finished, StaleError if that one was made from
+    other inputs than this recipe's.
+    """
+    stage = next(stage for stage in STAGES if stage.name == name)
+    for need in stage.needs:
+        require(run, need)
+    result: StageResult = resolve(stage.function)(run, console)
+    _say(console, f"{name}: skipped, {result.message}" if result.skipped else f"{name}: {result.message}")
+    return result
+
+
+def next_command(run: Run, name: str) -> str:
+    """The command that goes on after a stage."""
+    names = [stage.name for stage in STAGES]
+    after = names.index(name) + 1
+    if after < len(names):
+        return run.command_for(names[after])
+    return f"peagle push {run.head_dir} {run.recipe.push.to or 's3://BUCKET/PREFIX'}"
+
+
+def run_all(run: Run, console: Console) -> dict[str, Any]:
+    """Runs every stage, writes summary.json, prints the table; returns the summary.
+
+    A stage whose output is there already is skipped, so the same command resumes after a stop.
+    """
+    results = {}
+    for number, stage in enumerate(STAGES, start=1):
+        _say(console, f"\n[{number}/{len(STAGES)}] {stage.name}", style="bold")
+        results[stage.name] = run_stage(run, stage.name, console)
+    return finish(run, results, console)
+
+
+def finish(run: Run, results: dict[str, StageResult], console: Console) -> dict[str, Any]:
+    """Writes summary.json after the evaluation and prints it; `results` are the stages run just now."""
+    summary = summarise(run, results, serve=_serve_command(run, console))
+    print_summary(summary, console)
+    _say(console, f"\nNumbers for machines: {run.summary_path}")
+    return summary
+
+
+def _serve_command(run: Run, console: Console) -> str:
+    """vLLM is given the target as the user named it; a packaged one as the folder it was turned into."""
+    from peagle_train.export.stage import serve_command
+    from peagle_train.target.source import obtain
+
+    target = run.recipe.target.model
+    if target.startswith("package:"):
+        target = str(obtain(run.recipe.target, console))
+    return serve_command(run.head_dir, target, run.recipe.evaluate.k)
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

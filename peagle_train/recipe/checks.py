@@ -1,0 +1,84 @@
+"""What only the target can refuse in a recipe, found from its config alone, before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from peagle_train.errors import RecipeError
+from peagle_train.recipe.load import Places
+from peagle_train.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from peagle_train.target.source import TargetFacts
+
+
+def check_against_target(
+    recipe: Recipe, facts: TargetFacts, source: str, places: Places | None = None
+) -> None:
+    """Raises RecipeError with everything in `recipe` that this target makes impossible.
+
+    Args:
+        recipe: valid in itself.
+        facts: the target's sizes, read from its config.
+        source: the recipe's path, for the messages.
+        places: where the values were written; with it the messages name lines.
+    """
+    known = places or Places(source)
+    faults = sorted(_faults(recipe, facts), key=lambda fault: known.rank(fault[0]))
+    if faults:
+        raise RecipeError(source, [f"{known.of(key)}: {key}: {message}" for key, message in faults])
+
+
+def _faults(recipe: Recipe, facts: TargetFacts) -> Iterator[tuple[str, str]]:
+    head, data = recipe.head, recipe.data
+    model = facts.model
+    too_deep = [layer for layer in head.aux_layers if layer > facts.num_layers]
+    if too_deep:
+        depth = facts.num_layers
+        yield (
+            "head.aux_layers",
+            f"found {', '.join(map(str, too_deep))}; expected at most {depth}, because {model} has {depth} "
+            f"decoder layers; vLLM's default for it is [2, {depth // 2}, {depth - 3}]",
+        )
+    if head.draft_vocab_size is not None and head.draft_vocab_size > facts.vocab_size:
+        yield (
+            "head.draft_vocab_size",
+            f"found {head.draft_vocab_size}; expected at most {facts.vocab_size}, the vocabulary of {model}; "
+            "leave it out for the whole vocabulary",
+        )
+    if isinstance(head.mask_token, int) and head.mask_token >= facts.vocab_size:
+        yield (
+            "head.mask_token",
+            f"found id {head.mask_token}; expected less than {facts.vocab_size}, because {model} has no such "
+            "row and vLLM does not notice; name an unused token, or write `unused` to find one",
+        )
+    longest = head.max_position_embeddings
+    if longest is not None and longest < facts.max_position_embeddings:
+        yield (
+            "head.max_position_embeddings",
+            f"found {longest}; expected at least the {facts.max_position_embeddings} of {model}, because the "
+            "server drafts up to the target's full context; leave it out to take the target's",
+        )
+    heads = head.num_attention_heads or facts.num_attention_heads
+    kv_heads = head.num_key_value_heads or facts.num_key_value_heads
+    if heads % kv_heads:
+        key = "head.num_key_value_heads" if head.num_key_value_heads else "head.num_attention_heads"
+        yield (
+            key,
+            f"found {heads} query heads for {kv_heads} key-value heads (what the recipe leaves out is the "
+            "target's); expected a multiple, because query heads share key-value heads in equal groups",
+        )
+    head_dim = head.head_dim or facts.head_dim
+    if head_dim % 2:
+        yield (
+            "head.head_dim",
+            f"found {head_dim}; expected an even number, because RoPE turns pairs of channels",
+        )
+    tokens = data.max_prompt_tokens + data.max_new_tokens
+    if tokens > facts.max_position_embeddings:
+        yield (
+            "data.max_new_tokens",
+            f"found {data.max_prompt_tokens} prompt + {data.max_new_tokens} new tokens = {tokens}; expected "
+            f"at most {facts.max_position_embeddings}, the context of {model}; lower one of the two",
+        )

@@ -1,0 +1,147 @@
+"""What several keys of a recipe must be together.
+
+A rule reads the keys it needs through a `View` and yields the faults it finds. A key that is itself
+faulty cannot be read; the rules that need it are then left out while all others still speak, so that the
+user sees every fault in one go instead of one per attempt.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+Broken = tuple[str, str]
+"""A dotted key, and what is wrong with it."""
+
+
+class Unreadable(Exception):
+    """A rule asked for a key that has no valid value."""
+
+
+def _no_default(key: tuple[str, ...]) -> Any:
+    raise Unreadable(".".join(key))
+
+
+class View:
+    """The values of a recipe by dotted key, without the faulty ones.
+
+    Args:
+        values: the nested mapping as read from the file (the recipe is strict, so a valid value is never
+            converted and can be used as it was read).
+        faulty: keys, as tuples, whose values were refused.
+        default: gives the default of a key that `values` lacks, or raises `Unreadable`.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        faulty: Collection[tuple[str | int, ...]] = (),
+        default: Callable[[tuple[str, ...]], Any] = _no_default,
+    ):
+        self._values = values
+        self._faulty = faulty
+        self._default = default
+
+    def get(self, key: str) -> Any:
+        """The value of a dotted key; raises `Unreadable` if it or a part of it is faulty."""
+        path = tuple(key.split("."))
+        for bad in self._faulty:
+            shared = min(len(bad), len(path))
+            if tuple(bad[:shared]) == path[:shared]:
+                raise Unreadable(key)
+        value: Any = self._values
+        for part in path:
+            if not isinstance(value, Mapping):
+                raise Unreadable(key)
+            if part not in value:
+                return self._default(path)
+            value = value[part]
+        return value
+
+    def names(self, key: str) -> list[str]:
+        """The names under a section, faulty or not; none if it is no section."""
+        value: Any = self._values
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return list(value) if isinstance(value, Mapping) else []
+
+
+def broken_rules(view: View) -> Iterator[Broken]:
+    """Every fault that the rules below find."""
+    for rule in _RULES:
+        try:
+            yield from rule(view)
+        except Unreadable:
+            continue
+
+
+def _drafts_fit_what_was_trained(view: View) -> Iterator[Broken]:
+    k, positions = view.get("evaluate.k"), view.get("train.positions")
+    if k > positions:
+        yield (
+            "evaluate.k",
+            f"found {k}; expected at most train.positions = {positions}, because positions that were never "
+            f"trained draft noise; set evaluate.k={positions} or train.positions={k}",
+        )
+
+
+def _warmup_ends(view: View) -> Iterator[Broken]:
+    warmup, steps = view.get("train.warmup_steps"), view.get("train.steps")
+    if warmup >= steps:
+        yield (
+            "train.warmup_steps",
+            f"found {warmup}; expected fewer than train.steps = {steps}, or the full rate is never reached",
+        )
+
+
+def _states_hold_the_targets_range(view: View) -> Iterator[Broken]:
+    if view.get("states.dtype") == "float16" and view.get("target.dtype") == "bfloat16":
+        yield (
+            "states.dtype",
+            "found float16 for a target in bfloat16; expected bfloat16 (the same size), because float16 ends "
+            "at 65,504 and a large state would be stored as infinity",
+        )
+
+
+def _heldout_names_are_free(view: View) -> Iterator[Broken]:
+    for name in view.names("data.heldout"):
+        if name in ("train", "validation"):
+            yield (
+                f"data.heldout.{name}",
+                f"found a held-out set named {name}; expected another name, because the prompts of "
+                f"data.{name} are stored under this one",
+            )
+
+
+def _unseen_prompts_stay_unseen(view: View) -> Iterator[Broken]:
+    """Two sets overlap if they take the same split of a source, or if one of them takes all of it."""
+    seen = ["data.train", "data.validation"]
+    later = ["data.validation", *(f"data.heldout.{name}" for name in view.names("data.heldout"))]
+    uses = {"data.train": "trained on", "data.validation": "used to pick the checkpoint"}
+    for first in seen:
+        for second in later:
+            if first == second:
+                continue
+            try:
+                source, split = view.get(f"{first}.source"), view.get(f"{first}.split")
+                other_source, other_split = view.get(f"{second}.source"), view.get(f"{second}.split")
+            except Unreadable:
+                continue
+            same = os.path.normpath(source) == os.path.normpath(other_source)
+            if same and (split == other_split or "all" in (split, other_split)):
+                yield (
+                    second,
+                    f"found split {other_split} of {other_source}, but {first} takes split {split} of it; "
+                    f"expected prompts that are not {uses[first]}; choose different splits "
+                    "(train, validation, heldout share no prompt) or another source",
+                )
+
+
+_RULES: tuple[Callable[[View], Iterator[Broken]], ...] = (
+    _drafts_fit_what_was_trained,
+    _warmup_ends,
+    _states_hold_the_targets_range,
+    _heldout_names_are_free,
+    _unseen_prompts_stay_unseen,
+)

@@ -1,0 +1,283 @@
+"""When a stage may be skipped, resumed, or must start anew.
+
+Every stage writes one folder, and the folder says in `stage.json` what it was made from:
+
+    {"stage", "fingerprint", "parts", "seconds", "attempts", "versions", "finished"}
+
+`parts` is a dictionary of everything the output depends on: the stage's name, the version of its format,
+the keys of the recipe it reads, the fingerprint of the target, and the fingerprints of the stages before
+it. Two rules make the record useful to others than its writer:
+
+  - what comes from the recipe carries its own dotted key, nested (`{"train": {"steps": 400}}`) or flat
+    (`{"states.dtype": "float32"}`);
+  - a fingerprint of an earlier stage carries that stage's name (`{"prepare": "0f3c..."}`).
+
+Same fingerprint and finished: the stage is skipped. Same and unfinished (killed): it resumes. Another:
+the old folder is set aside under a name of its own, never deleted, and the keys that differ are named.
+
+    found = finished(folder, parts, console)      # a StageResult to return, or None: work to do
+    begin(folder, parts)                          # marks the folder as unfinished
+    ...                                           # the work, each unit written atomically
+    return seal(folder, parts, seconds, "saved 320 rows")
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich
+from rich.console import Console
+
+from peagle_train.errors import CorruptError, PeagleError, StaleError
+from peagle_train.files import fingerprint, read_json, write_json
+from peagle_train.recipe.fields import has_free_names
+from peagle_train.versions import versions
+
+if TYPE_CHECKING:
+    from peagle_train.run import Run
+
+FOLDERS = {
+    "prepare": "answers",
+    "extract": "states",
+    "train": "training",
+    "export": "head",
+    "evaluate": "evaluation",
+}
+"""Folder of each stage below the run's folder, in the order the data flows."""
+
+RECORD = "stage.json"
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage did.
+
+    Attributes:
+        name: the stage.
+        seconds: how long the work took; of a skipped stage, how long it took when it was done.
+        skipped: its output was there already.
+        message: one line for the user.
+        next_command: the command that goes on from here; None: the pipeline knows.
+    """
+
+    name: str
+    seconds: float
+    skipped: bool
+    message: str
+    next_command: str | None = None
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """The content of a folder's stage.json; `finished` is None while the stage is at work."""
+
+    stage: str
+    fingerprint: str
+    parts: dict[str, Any]
+    seconds: float | None
+    attempts: int
+    finished: str | None
+
+
+def read_record(directory: Path) -> StageRecord | None:
+    """The record of a folder, or None if it has none. Raises CorruptError for one that cannot be read."""
+    path = directory / RECORD
+    if not path.is_file():
+        return None
+    try:
+        content = read_json(path)
+        return StageRecord(**{key: content[key] for key in StageRecord.__dataclass_fields__})
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptError(
+            f"{path}: found no readable record ({error}); expected the JSON that a stage writes. "
+            f"Move {directory} away and run the stage again."
+        ) from error
+
+
+def finished(directory: Path, parts: Mapping[str, Any], console: Console | None = None) -> StageResult | None:
+    """The result to return if `directory` was already made from exactly `parts`, else None.
+
+    A folder made from other parts is set aside, and the console (left out: standard output) told why.
+    """
+    record = _settle(directory, parts, console or rich.get_console())
+    if record is None or record.finished is None:
+        return None
+    return StageResult(
+        name=record.stage,
+        seconds=record.seconds or 0.0,
+        skipped=True,
+        message=f"{directory}: already made from the same inputs "
+        f"({record.fingerprint[:8]}, {record.finished})",
+    )
+
+
+def begin(directory: Path, parts: Mapping[str, Any], console: Console | None = None) -> bool:
+    """Marks `directory` as the unfinished work of `parts`; True if earlier unfinished work of the same
+    parts is there to be resumed.
+
+    Raises ValueError if the folder is already finished: ask `finished` first.
+    """
+    record = _settle(directory, parts, console or rich.get_console())
+    if record is not None and record.finished is not None:
+        raise ValueError(f"{directory} is finished; a stage must ask finished() before begin()")
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(directory, parts, attempts=record.attempts + 1 if record else 1, seconds=None, done=None)
+    return record is not None
+
+
+def seal(
+    directory: Path,
+    parts: Mapping[str, Any],
+    seconds: float,
+    message: str = "",
+    next_command: str | None = None,
+) -> StageResult:
+    """Marks `directory` as finished, and returns the result for the stage to return.
+
+    A stage whose folder appears at once may seal the temporary folder, without `begin`.
+    """
+    record = read_record(directory)
+    if record is not None and record.fingerprint != fingerprint(parts):
+        raise StaleError(
+            f"{directory}: cannot be sealed, begun with other inputs ({_differences(record.parts, parts)})"
+        )
+    done = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    _write(directory, parts, attempts=record.attempts if record else 1, seconds=round(seconds, 3), done=done)
+    return StageResult(str(parts["stage"]), seconds, False, message or f"wrote {directory}", next_command)
+
+
+def require(run: Run, stage: str) -> str:
+    """The fingerprint of an earlier stage, proven to be finished and to fit the recipe of `run`.
+
+    This keeps `peagle train` from learning on states of yesterday's recipe. Raises PeagleError if the
+    stage has not finished, and StaleError, naming the keys, if it was made from other inputs.
+    """
+    directory = run.stage_dir(stage)
+    record = read_record(directory)
+    command = run.command_for(stage)
+    if record is None or record.finished is None:
+        state = "has not finished" if record else "has not run"
+        raise PeagleError(
+            f"{directory}: {stage} {state}; run `{command}` first, or `{run.command_for('run')}` for all"
+        )
+    stale = [
+        f"{key}: {_short(there)} there, {_short(here)} in the recipe"
+        for key, there, here in _recipe_differences(record.parts, run.recipe.model_dump(mode="json"))
+    ]
+    for earlier in FOLDERS:
+        named = record.parts.get(earlier)
+        if not isinstance(named, str) or earlier == stage:
+            continue
+        before = read_record(run.stage_dir(earlier))
+        if before is not None and before.finished and before.fingerprint != named:
+            stale.append(f"{earlier}: {named[:8]} there, {before.fingerprint[:8]} now")
+    if stale:
+        raise StaleError(
+            f"{directory}: made from other inputs than the recipe's ({'; '.join(stale)}); run `{command}` to "
+            "make it anew (the old folder is kept)"
+        )
+    return record.fingerprint
+
+
+def _settle(directory: Path, parts: Mapping[str, Any], console: Console) -> StageRecord | None:
+    """The record of a folder that belongs to `parts`; a folder that does not is set aside."""
+    if not directory.is_dir():
+        return None
+    record = read_record(directory)
+    if record is None:
+        if any(directory.iterdir()):
+            _set_aside(directory, "unknown", "it holds no stage.json", console)
+        return None
+    if record.fingerprint != fingerprint(parts):
+        why = f"made from other inputs ({_differences(record.parts, parts)})"
+        _set_aside(directory, record.fingerprint[:8], why, console)
+        return None
+    return record
+
+
+def _set_aside(directory: Path, label: str, why: str, console: Console) -> None:
+    aside = directory.with_name(f"{directory.name}.old-{label}")
+    number = 2
+    while aside.exists():
+        aside = directory.with_name(f"{directory.name}.old-{label}-{number}")
+        number += 1
+    directory.rename(aside)
+    console.print(f"{directory}: {why}; kept as {aside.name}", style="yellow", markup=False, highlight=False)
+
+
+def _write(
+    directory: Path, parts: Mapping[str, Any], *, attempts: int, seconds: float | None, done: str | None
+) -> None:
+    write_json(
+        directory / RECORD,
+        {
+            "stage": parts["stage"],
+            "fingerprint": fingerprint(parts),
+            "parts": dict(parts),
+            "seconds": seconds,
+            "attempts": attempts,
+            "versions": versions(),
+            "finished": done,
+        },
+    )
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """`train.steps: 400, now 500`, for every key that differs."""
+    plain = json.loads(json.dumps(here))  # tuples become lists, as in the file
+    old, new = dict(_flat(there)), dict(_flat(plain))
+    absent = object()
+    changed = []
+    for key in [*old, *(key for key in new if key not in old)]:
+        before, after = old.get(key, absent), new.get(key, absent)
+        if before is absent or after is absent or before != after:
+            names = ["none" if value is absent else _short(value) for value in (before, after)]
+            changed.append(f"{key}: {names[0]}, now {names[1]}")
+    return "; ".join(changed)
+
+
+def _recipe_differences(
+    parts: Mapping[str, Any], recipe: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Keys of `parts` that are keys of the recipe too and hold another value there.
+
+    A stage may leave keys of a section out (those its output does not depend on), but where names are
+    the user's own, as those of held-out sets, a name on one side alone is a difference.
+    """
+    for key, there in parts.items():
+        path = tuple(key.split("."))
+        here: Any = recipe
+        for part in path:
+            here = here[part] if isinstance(here, Mapping) and part in here else ...
+        if here is not ...:
+            yield from _compare(path, there, here)
+
+
+def _compare(path: tuple[str, ...], there: Any, here: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        free = has_free_names(path)
+        for name in dict.fromkeys([*there, *here]):
+            if name in there and name in here:
+                yield from _compare((*path, name), there[name], here[name])
+            elif free:
+                yield ".".join((*path, name)), there.get(name), here.get(name)
+    elif not isinstance(here, Mapping) and here != there:
+        yield ".".join(path), there, here
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,127 @@
+"""What a run came to: summary.json for machines, a table for people.
+
+    {"run", "recipe", "target", "seed", "steps", "k", "head", "weights_sha256", "serve",
+     "sets":   {NAME: {"acceptance_length", "per_position", "num_drafts", "num_accepted", "prompts",
+                       "tokens", "loop": {the same, "lossless", "near_ties"}}},
+     "stages": {NAME: {"seconds", "skipped"}}, "seconds", "versions", "command"}
+
+`seconds` of a skipped stage are those of the time when it was done.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from peagle_train.errors import CorruptError, PeagleError
+from peagle_train.files import read_json, sha256_of, write_json
+from peagle_train.run import Run
+from peagle_train.stages import FOLDERS, StageResult, read_record
+from peagle_train.versions import versions
+
+_MEASURES = ("acceptance_length", "per_position", "num_drafts", "num_accepted")
+
+
+def summarise(run: Run, results: Mapping[str, StageResult], serve: str) -> dict[str, Any]:
+    """Gathers the summary from the folders of a run and writes summary.json.
+
+    Args:
+        run: whose evaluation has finished.
+        results: of the stages that were called just now; the others count as skipped.
+        serve: the command that serves the head.
+
+    Raises:
+        PeagleError: the evaluation's results are missing.
+        CorruptError: they lack a figure.
+    """
+    stages = {}
+    for name in FOLDERS:
+        record = read_record(run.stage_dir(name))
+        seconds = results[name].seconds if name in results else (record.seconds if record else None)
+        if seconds is None:
+            raise PeagleError(
+                f"{run.stage_dir(name)}: {name} has not finished; run `{run.command_for('run')}`"
+            )
+        stages[name] = {"seconds": round(seconds, 2), "skipped": name not in results or results[name].skipped}
+    recipe = run.recipe
+    summary = {
+        "run": recipe.name,
+        "recipe": run.source,
+        "target": recipe.target.model,
+        "seed": recipe.seed,
+        "steps": recipe.train.steps,
+        "k": recipe.evaluate.k,
+        "head": str(run.head_dir),
+        "weights_sha256": sha256_of(run.head_dir / "model.safetensors"),
+        "serve": serve,
+        "sets": _sets(run),
+        "stages": stages,
+        "seconds": round(sum(stage["seconds"] for stage in stages.values()), 2),
+        "versions": versions(),
+        "command": shlex.join(run.command),
+    }
+    write_json(run.summary_path, summary)
+    return summary
+
+
+def print_summary(summary: Mapping[str, Any], console: Console) -> None:
+    """Acceptance per prompt set, seconds per stage, the head's place, and how to serve it."""
+    k = summary["k"]
+    table = Table(title=f"Acceptance on held-out prompts, K = {k}, greedy")
+    table.add_column("prompt set")
+    for head in ("prompts", "drafts", "acceptance length", f"accepted at position 1..{k}"):
+        table.add_column(head, justify="right")
+    table.add_column("loop = greedy decoding")
+    for name, figures in summary["sets"].items():
+        table.add_row(
+            name,
+            f"{figures['prompts']:,}",
+            f"{figures['num_drafts']:,}",
+            f"{figures['acceptance_length']:.2f}",
+            " ".join(f"{share:.2f}" for share in figures["per_position"]),
+            _loop_words(figures["loop"]),
+        )
+    console.print()
+    console.print(table)
+    times = Table(title="Seconds per stage")
+    times.add_column("stage")
+    times.add_column("seconds", justify="right")
+    times.add_column("")
+    for name, stage in summary["stages"].items():
+        times.add_row(
+            name, f"{stage['seconds']:,.1f}", "done before, skipped now" if stage["skipped"] else ""
+        )
+    times.add_row("all", f"{summary['seconds']:,.1f}", "")
+    console.print(times)
+    for text in (f"Head:  {summary['head']}", "Serve it with:", f"  {summary['serve']}"):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _loop_words(loop: Mapping[str, Any] | None) -> str:
+    if not loop:
+        return "not run"
+    verdict = "yes" if loop["lossless"] else "NO"
+    ties = f", {loop['near_ties']} near ties" if loop["near_ties"] else ""
+    return f"{verdict}, {loop['prompts']} prompts{ties}, length {loop['acceptance_length']:.2f}"
+
+
+def _sets(run: Run) -> dict[str, Any]:
+    path = run.evaluation_dir / "results.json"
+    if not path.is_file():
+        raise PeagleError(f"{path}: found no results; run `{run.command_for('evaluate')}`")
+    sets = {}
+    for name, measured in read_json(path)["sets"].items():
+        offline, loop = measured.get("offline") or {}, measured.get("loop") or None
+        missing = [key for key in (*_MEASURES, "prompts", "tokens") if key not in offline]
+        if loop is not None:
+            missing += [f"loop.{key}" for key in (*_MEASURES, "lossless", "near_ties") if key not in loop]
+        if missing:
+            raise CorruptError(
+                f"{path}: set {name} lacks {', '.join(missing)}; run `{run.command_for('evaluate')}` anew"
+            )
+        sets[name] = {**offline, "loop": loop}
+    return sets
