@@ -21,6 +21,9 @@ from peagle_train.head.model import PEagleHead
 from peagle_train.head.session import DraftSession
 from peagle_train.target.adapter import Target
 
+NEAR_TIE = 1e-3
+"""Two logits closer than this may change places between a pass over one token and a pass over K + 1."""
+
 
 @dataclass
 class Speculated:

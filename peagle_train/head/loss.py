@@ -42,6 +42,11 @@ def label_rows(labels: Tensor, draft_token_ids: Tensor) -> Tensor:
     return torch.where(draft_token_ids[at] == labels, at, -1)
 
 
+def count_elements(labels: Tensor, draft_token_ids: Tensor, kind: LossKind) -> Tensor:
+    """[] how many elements the loss sums over; known before the forward, so micro-batches can share it."""
+    return (label_rows(labels, draft_token_ids) >= 0).sum() if kind == "ce" else torch.ones_like(labels).sum()
+
+
 def draft_loss(
     logits: Tensor,
     target_logits: Tensor,
@@ -75,7 +80,7 @@ def draft_loss(
         elements = zeros.index_add(0, depth, torch.ones_like(hit))
     if kind == "ce":
         loss = F.cross_entropy(logits, rows, ignore_index=-1, reduction="sum")
-        return LossSums(loss, (rows >= 0).sum(), correct, elements)
+        return LossSums(loss, count_elements(labels, draft_token_ids, kind), correct, elements)
     with torch.no_grad():
         log_target = target_logits.to(wide).log_softmax(-1)
         target = log_target.exp()
@@ -83,4 +88,4 @@ def draft_loss(
         negative_entropy = torch.where(target > 0, target * log_target, 0).sum(-1)
     cross = F.cross_entropy(logits, target[output_row], reduction="sum")
     loss = cross + negative_entropy[output_row].sum()
-    return LossSums(loss, torch.tensor(labels.shape[0], device=logits.device), correct, elements)
+    return LossSums(loss, count_elements(labels, draft_token_ids, kind), correct, elements)

@@ -1,9 +1,9 @@
 """The drafter head, as vLLM 0.32 computes it (`vllm/model_executor/models/llama_eagle3.py`).
 
     embedding of x[i+1] ─ input_layernorm ─┐
-                                           ├─ [2H] ─ q/k/v ─ attention ─ o ─┐
-    aux states ─ fc ─┬─ hidden_norm ───────┘                                │
-                     └──────────────── residual ───────────────────────────(+)─ MLP ─ layers 1.. ─ norm ─ lm_head
+                                           ├─ [2H] ─ q/k/v ─ attention ─ o ┐
+    aux states ─ fc ─┬─ hidden_norm ───────┘                              │
+                     └────────────── residual ───────────────────────────(+)─ MLP ─ layers 1.. ─ norm
 
 A mask slot takes the mask token's embedding and `fc(mask_hidden)` instead; RoPE alone tells mask
 slots apart. Parameter names are vLLM's tensor names, so exporting renames nothing.

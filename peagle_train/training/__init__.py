@@ -1,10 +1,10 @@
 """Training a head from stored states.
 
-    stage.py       the stage: what to build, what to resume, what to leave behind   (start here)
-    loop.py        steps, validation, checkpoints
-    data.py        which rows a step trains on: a pure function of its number
-    module.py      head and target output together: a batch in, sums out
-    schedule.py    the learning rate
-    checkpoint.py  everything a resume needs, in safetensors and JSON
-    start.py       draft vocabulary, mask token and first weights
+stage.py       the stage: what to build, what to resume, what to leave behind   (start here)
+loop.py        steps, validation, checkpoints
+data.py        which rows a step trains on: a pure function of its number
+module.py      head and target output together: a batch in, sums out
+schedule.py    the learning rate
+checkpoint.py  everything a resume needs, in safetensors and JSON
+start.py       draft vocabulary, mask token and first weights
 """

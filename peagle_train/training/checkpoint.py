@@ -64,12 +64,16 @@ def load_checkpoint(path: Path, head: PEagleHead, optimizer: torch.optim.Optimiz
     state = read_json(path / "state.json")
     file = path / "optimizer.safetensors"
     if sha256_of(file) != state.pop("optimizer_sha256"):
-        raise CorruptError(f"{file}: differs from its checksum; remove {path} to go on from an older checkpoint")
+        raise CorruptError(
+            f"{file}: differs from its checksum; remove {path} to go on from an older checkpoint"
+        )
     head.load_state_dict(load_head(path).state_dict())
     tensors = load_file(str(file))
     for name, parameter in _trained(head):
         optimizer.state[parameter] = {
-            key.removeprefix(f"{name}|"): value for key, value in tensors.items() if key.startswith(f"{name}|")
+            key.removeprefix(f"{name}|"): value
+            for key, value in tensors.items()
+            if key.startswith(f"{name}|")
         }
     return Progress(**state)
 

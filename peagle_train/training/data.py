@@ -34,7 +34,8 @@ class Stream:
         if not rows:
             raise ValueError("no training row carries a trainable chain")
         self.rows, self.seed = list(rows), seed
-        self._epoch, self._order = -1, []
+        self._epoch = -1
+        self._order: list[int] = []
 
     def at(self, index: int) -> Draw:
         """The draw at a place of the stream."""

@@ -33,6 +33,10 @@ class DraftTraining(nn.Module):
         self.register_buffer("draft_token_ids", head.draft_token_ids, persistent=False)
         self.draft_token_ids: Tensor
 
+    def move_target_output(self, device: torch.device) -> None:
+        """Takes the frozen output layer to the device where the batches will be."""
+        self._target_output[0].to(device)
+
     def forward(self, batch: PackedBatch) -> LossSums:
         with torch.no_grad():
             target_logits = self._target_output[0](batch.last)

@@ -7,9 +7,14 @@ from typing import Literal
 
 
 def learning_rate_at(
-    step: int, *, peak: float, warmup_steps: int, total_steps: int, decay: Literal["linear", "cosine", "constant"]
+    step: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    total_steps: int,
+    decay: Literal["linear", "cosine", "constant"],
 ) -> float:
-    """Rate of step 0, 1, ...: rises linearly over the warm-up, then falls to zero just after the last step."""
+    """Rate of step 0, 1, ...: rises linearly over the warm-up, then falls to zero after the last step."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if decay == "constant":

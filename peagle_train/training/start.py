@@ -62,7 +62,9 @@ def make_start(
             seed=recipe.seed,
         )
         if left:
-            console.print(f"random at the start, for want of a fitting tensor in the target: {', '.join(left)}")
+            console.print(
+                f"random at the start, for want of a fitting tensor in the target: {', '.join(left)}"
+            )
     return Start(head, target.output_head(token_ids))
 
 

@@ -1,0 +1,181 @@
+"""The evaluation stage: acceptance on every held-out set, measured twice.
+
+    offline   all rows of a set, from their stored answers, one teacher-forced pass each
+    loop      a few rows of each set through real speculative decoding, whose output must be the
+              target's plain greedy output
+
+Where the loop reproduced the stored answer, both must have counted the same; a difference is an error,
+not a footnote. Reads states/ and head/, writes evaluation/results.json.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from peagle_train.errors import PeagleError
+from peagle_train.evaluation.loop import NEAR_TIE, first_difference, greedy, speculate
+from peagle_train.export.layout import read_head
+from peagle_train.files import write_json
+from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
+from peagle_train.head.model import PEagleHead
+from peagle_train.run import Run
+from peagle_train.stages import StageResult, begin, finished, require, seal
+from peagle_train.store.states import StateStore
+from peagle_train.target.adapter import Target
+from peagle_train.target.source import obtain
+from peagle_train.training.data import Documents
+
+FORMAT = "peagle-evaluation-1"
+ROWS_AT_ONCE = 8
+
+
+def evaluate(run: Run, console: Console) -> StageResult:
+    """Measures the exported head of a run on its held-out sets.
+
+    Raises:
+        PeagleError: an earlier stage is missing or stale, or the two measures disagree.
+    """
+    recipe = run.recipe
+    parts = {
+        "stage": "evaluate",
+        "format": FORMAT,
+        "extract": require(run, "extract"),
+        "export": require(run, "export"),
+        "evaluate": recipe.evaluate.model_dump(mode="json"),
+    }
+    directory = run.evaluation_dir
+    done = finished(directory, parts, console)
+    if done is not None:
+        return done
+    begin(directory, parts, console)
+    start = time.monotonic()
+    target = Target.load(
+        obtain(recipe.target, console),
+        dtype=recipe.target.dtype,
+        device=recipe.target.device,
+        trust_remote_code=recipe.target.trust_remote_code,
+    )
+    head = read_head(run.head_dir, shared_embeddings=target.embedding_table().cpu())
+    head = head.to(device=target.device, dtype=target.dtype).eval()
+    store = StateStore(run.states_dir, expected=parts["extract"])
+    documents = Documents(store, recipe.evaluate.k)
+
+    sets: dict[str, Any] = {}
+    lengths = []
+    with _progress(console) as progress:
+        for name in recipe.data.heldout:
+            rows = [info.row for info in store.info(name)]
+            task = progress.add_task(f"{name}, offline", total=len(rows))
+            counts: dict[int, Acceptance] = {}
+            for i in range(0, len(rows), ROWS_AT_ONCE):
+                chunk = rows[i : i + ROWS_AT_ONCE]
+                measured = offline_acceptance(head, [documents.full(r) for r in chunk], recipe.evaluate.k)
+                counts.update(zip(chunk, measured, strict=True))
+                progress.advance(task, len(chunk))
+            looped = rows[: recipe.evaluate.loop_prompts]
+            task = progress.add_task(f"{name}, loop", total=len(looped))
+            loop = LoopResult(recipe.evaluate.k)
+            for row in looped:
+                loop.add(_one_loop(target, head, store, row, recipe.evaluate.k, counts[row]))
+                progress.advance(task)
+            offline = total(counts.values(), recipe.evaluate.k)
+            tokens = sum(info.supervised for info in store.info(name))
+            sets[name] = {
+                "offline": {**_numbers(offline), "prompts": len(rows), "tokens": tokens},
+                "loop": loop.to_dict(),
+            }
+            lengths.append(f"{name} {offline.acceptance_length:.3f}")
+    write_json(directory / "results.json", {"k": recipe.evaluate.k, "near_tie": NEAR_TIE, "sets": sets})
+    return seal(
+        directory,
+        parts,
+        time.monotonic() - start,
+        f"acceptance length at K = {recipe.evaluate.k}: {', '.join(lengths)}",
+    )
+
+
+@dataclass
+class OneLoop:
+    """One prompt through the loop: its counts, and how its output relates to plain greedy decoding."""
+
+    acceptance: Acceptance
+    tokens: int
+    equal: bool
+    near_tie: bool
+
+
+@dataclass
+class LoopResult:
+    """The loop over some prompts of a set."""
+
+    k: int
+    runs: list[OneLoop] = field(default_factory=list)
+
+    def add(self, one: OneLoop) -> None:
+        self.runs.append(one)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts; lossless: every output equals plain greedy decoding, or parts from it at a near tie."""
+        return {
+            **_numbers(total((r.acceptance for r in self.runs), self.k)),
+            "prompts": len(self.runs),
+            "tokens": sum(r.tokens for r in self.runs),
+            "lossless": all(r.equal or r.near_tie for r in self.runs),
+            "near_ties": sum(r.near_tie for r in self.runs),
+        }
+
+
+def _one_loop(
+    target: Target, head: PEagleHead, store: StateStore, row_index: int, k: int, offline: Acceptance
+) -> OneLoop:
+    row = store.read(row_index)
+    prompt, stored = row.token_ids[: row.prompt_length].tolist(), row.token_ids[row.prompt_length :].tolist()
+    plain = greedy(target, prompt, len(stored))
+    spoken = speculate(target, head, prompt, k, len(stored))
+    different = first_difference(spoken.token_ids, plain.token_ids)
+    near_tie = different is not None and different < len(plain.gaps) and plain.gaps[different] < NEAR_TIE
+    counted = spoken.acceptance
+    if spoken.token_ids == stored and (counted.num_drafts, counted.accepted_at) != (
+        offline.num_drafts,
+        offline.accepted_at,
+    ):
+        raise PeagleError(
+            f"row {row_index} ({row.id}): the loop counted {counted.num_drafts} drafts, accepted "
+            f"{counted.accepted_at}; the stored answer gives {offline.num_drafts}, {offline.accepted_at}. They "
+            "must agree on the same answer: the stored states do not belong to this target, or their dtype "
+            "(states.dtype) is coarser than the target's."
+        )
+    return OneLoop(counted, len(spoken.token_ids), different is None, near_tie)
+
+
+def _numbers(counts: Acceptance) -> dict[str, Any]:
+    return {
+        "acceptance_length": round(counts.acceptance_length, 4),
+        "per_position": [round(p, 4) for p in counts.per_position],
+        "num_drafts": counts.num_drafts,
+        "num_accepted": counts.num_accepted,
+    }
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("prompts"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )

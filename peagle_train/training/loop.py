@@ -1,0 +1,257 @@
+"""Steps, validation, checkpoints.
+
+Each step sums its loss over all micro-batches of all processes and divides once, by the number of
+supervised elements of them all: neither ranks nor micro-batches with few tokens weigh more than
+others. Validation measures acceptance, not loss, because a falling loss can go with a falling
+acceptance; the head that is kept is the one accepted most.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+from peagle_train.errors import PeagleError
+from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
+from peagle_train.head.batch import PackedBatch, pack
+from peagle_train.head.loss import count_elements
+from peagle_train.head.model import PEagleHead
+from peagle_train.recipe.schema import TrainSection
+from peagle_train.training import checkpoint
+from peagle_train.training.checkpoint import Progress as Standing
+from peagle_train.training.data import Documents, Draw, Stream
+from peagle_train.training.module import DraftTraining
+from peagle_train.training.schedule import learning_rate_at
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """What is read: the stream of training rows and the rows that validate."""
+
+    documents: Documents
+    stream: Stream
+    validation: Sequence[int]
+
+
+class Loop:
+    """One training run in one process; `run` takes it from where the folder stands to its last step."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        module: DraftTraining,
+        data: TrainingSet,
+        section: TrainSection,
+        *,
+        seed: int,
+        directory: Path,
+        console: Console,
+    ):
+        self.accelerator, self.data, self.section = accelerator, data, section
+        self.seed, self.directory, self.console = seed, directory, console
+        self.head: PEagleHead = module.head
+        module.move_target_output(accelerator.device)
+        optimizer = torch.optim.AdamW(
+            _parameter_groups(self.head, section.weight_decay), lr=0.0, betas=section.betas, fused=True
+        )
+        self.module, self.optimizer = accelerator.prepare(module, optimizer)
+        self.standing = Standing()
+
+    def run(self) -> Standing:
+        """Trains to the last step. Raises PeagleError when the loss or a gradient is not finite."""
+        self._resume()
+        if self.standing.step == 0:
+            self._validate()
+        section, start = self.section, time.monotonic()
+        with _progress(self.console, self.accelerator.is_main_process) as progress:
+            task = progress.add_task(
+                "train", total=section.steps, completed=self.standing.step, loss="–", rate="–", best="–"
+            )
+            tokens = 0
+            for step in range(self.standing.step, section.steps):
+                record = self._step(step)
+                tokens += record["tokens"]
+                self.standing = replace(self.standing, step=step + 1)
+                rate = tokens / (time.monotonic() - start)
+                if (step + 1) % section.log_every == 0 or step + 1 == section.steps:
+                    self._log({**record, "tokens_per_second": round(rate, 1)})
+                if (step + 1) % section.validate_every == 0 or step + 1 == section.steps:
+                    self._validate()
+                if (step + 1) % section.checkpoint_every == 0 or step + 1 == section.steps:
+                    self._save()
+                progress.update(
+                    task,
+                    advance=1,
+                    loss=f"{record['loss']:.3f}",
+                    rate=f"{rate:,.0f}",
+                    best=f"{self.standing.best_acceptance:.3f}",
+                )
+        return self.standing
+
+    def _step(self, step: int) -> dict[str, Any]:
+        """One optimizer step; returns its record for the log."""
+        section, accelerator = self.section, self.accelerator
+        rows = section.batch_rows * section.accumulate * accelerator.num_processes
+        draws = self.data.stream.step(step, rows, accelerator.process_index, accelerator.num_processes)
+        batches = [self._pack(draws[i :: section.accumulate]) for i in range(section.accumulate)]
+        draft_ids = self.head.draft_token_ids
+        counts = [count_elements(b.labels, draft_ids, section.loss) for b in batches]
+        elements = accelerator.reduce(torch.stack(counts).sum(), "sum").clamp(min=1)
+
+        rate = learning_rate_at(
+            step,
+            peak=section.learning_rate,
+            warmup_steps=section.warmup_steps,
+            total_steps=section.steps,
+            decay=section.decay,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+        loss = torch.zeros((), device=accelerator.device)
+        correct = torch.zeros(section.positions, device=accelerator.device)
+        seen = torch.zeros_like(correct)
+        for index, batch in enumerate(batches):
+            last = index == len(batches) - 1
+            with nullcontext() if last else accelerator.no_sync(self.module):
+                sums = self.module(batch)
+                # Gradients are averaged over processes, hence the factor.
+                accelerator.backward(sums.loss * accelerator.num_processes / elements)
+            loss += sums.loss.detach()
+            correct += sums.correct
+            seen += sums.elements
+        norm = accelerator.clip_grad_norm_(self.module.parameters(), section.clip_norm)
+        loss, correct, seen = (accelerator.reduce(t, "sum") for t in (loss, correct, seen))
+        tokens = accelerator.reduce(
+            torch.tensor(sum(b.num_slots for b in batches), device=loss.device), "sum"
+        )
+        mean = float(loss / elements)
+        self._refuse_nonfinite(step, mean, float(norm), draws)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {
+            "step": step + 1,
+            "epoch": draws[0].epoch,
+            "loss": mean,
+            "accuracy": [round(float(c / s), 4) if s else None for c, s in zip(correct, seen, strict=True)],
+            "learning_rate": rate,
+            "gradient_norm": round(float(norm), 4),
+            "elements": int(elements),
+            "tokens": int(tokens),
+        }
+
+    def _pack(self, draws: Sequence[Draw]) -> PackedBatch:
+        cod = self.section.cod
+        documents = [
+            self.data.documents.sampled(d, seed=self.seed, rate=cod.rate, floor=cod.floor) for d in draws
+        ]
+        return pack(documents).to(self.accelerator.device)
+
+    def _refuse_nonfinite(self, step: int, loss: float, norm: float, draws: Sequence[Draw]) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        saved = checkpoint.checkpoints(self.directory / "checkpoints")
+        good = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet"
+        raise PeagleError(
+            f"step {step + 1}: loss {loss}, gradient norm {norm}: not finite. This step changed no weight and "
+            f"overwrote nothing; {good}, the best head {self.directory / 'best'}. Rows of the step: "
+            f"{[d.row for d in draws]}. Try a lower train.learning_rate, or train.precision: fp32."
+        )
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        """Acceptance on the validation rows, shared by the processes and summed; a better head is kept."""
+        accelerator, k = self.accelerator, self.section.positions
+        mine = self.data.validation[accelerator.process_index :: accelerator.num_processes]
+        counts = total(
+            (
+                c
+                for i in range(0, len(mine), self.section.batch_rows)
+                for c in offline_acceptance(
+                    self.head,
+                    [self.data.documents.full(row) for row in mine[i : i + self.section.batch_rows]],
+                    k,
+                )
+            ),
+            k,
+        )
+        values = torch.tensor([counts.num_drafts, *counts.accepted_at], device=accelerator.device)
+        drafts, *accepted = (int(v) for v in accelerator.reduce(values, "sum"))
+        result = Acceptance(k, drafts, accepted)
+        score = {
+            "step": self.standing.step,
+            "validation": {
+                "acceptance_length": round(result.acceptance_length, 4),
+                "per_position": [round(p, 4) for p in result.per_position],
+                "num_drafts": drafts,
+                "k": k,
+            },
+        }
+        self._log(score)
+        if result.acceptance_length > self.standing.best_acceptance:
+            self.standing = replace(
+                self.standing, best_acceptance=result.acceptance_length, best_step=self.standing.step
+            )
+            if accelerator.is_main_process:
+                checkpoint.save_best(self.directory / "best", self.head, score)
+        accelerator.wait_for_everyone()
+
+    def _save(self) -> None:
+        if self.accelerator.is_main_process:
+            checkpoint.save_checkpoint(
+                self.directory / "checkpoints", self.head, self.optimizer.optimizer, self.standing
+            )
+        self.accelerator.wait_for_everyone()
+
+    def _resume(self) -> None:
+        saved = checkpoint.checkpoints(self.directory / "checkpoints")
+        log = self.directory / "log.jsonl"
+        if saved:
+            self.standing = checkpoint.load_checkpoint(saved[-1], self.head, self.optimizer.optimizer)
+            if self.accelerator.is_main_process:
+                self.console.print(f"going on from {saved[-1]}")
+        if self.accelerator.is_main_process:
+            checkpoint.trim_log(log, self.standing.step if saved else -1)
+        self.accelerator.wait_for_everyone()
+
+    def _log(self, record: dict[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            with (self.directory / "log.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def _parameter_groups(head: PEagleHead, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay for matrices; none for norms, the placeholder state and the embedding table."""
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, p in head.named_parameters():
+        if p.requires_grad:
+            plain = name.endswith("norm.weight") or name in ("mask_hidden", "embed_tokens.weight")
+            (others if plain else decayed).append(p)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def _progress(console: Console, shown: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[rate]} tokens/s"),
+        TextColumn("best acceptance {task.fields[best]}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not shown,
+    )

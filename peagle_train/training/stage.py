@@ -1,0 +1,128 @@
+"""The training stage: from stored hidden states to the best head, resumable at every checkpoint.
+
+Reads states/, writes training/ (see checkpoint.py). One process or many: `peagle train` runs it here,
+`accelerate launch -m peagle_train.training RECIPE` runs it under any launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from rich.console import Console
+
+from peagle_train.errors import PeagleError
+from peagle_train.run import Run
+from peagle_train.stages import StageResult, begin, finished, require, seal
+from peagle_train.store.states import StateStore
+from peagle_train.target.adapter import Target
+from peagle_train.target.source import obtain
+from peagle_train.training.data import Documents, Stream, trainable_rows
+from peagle_train.training.loop import Loop, TrainingSet
+from peagle_train.training.module import DraftTraining
+from peagle_train.training.start import make_start
+
+T = TypeVar("T")
+FORMAT = "peagle-training-1"
+
+
+def train(run: Run, console: Console) -> StageResult:
+    """Trains the head of a run.
+
+    Raises:
+        PeagleError: the states are missing or stale, or the loss stopped being finite.
+    """
+    accelerator = make_accelerator(run)
+    recipe, directory = run.recipe, run.training_dir
+    states = require(run, "extract")
+    parts = {
+        "stage": "train",
+        "format": FORMAT,
+        "extract": states,
+        "seed": recipe.seed,
+        "head": recipe.head.model_dump(mode="json"),
+        "train": recipe.train.model_dump(mode="json", exclude={"log_every", "checkpoint_every"}),
+    }
+    done = _on_main(accelerator, lambda: finished(directory, parts, console))
+    if done is not None:
+        return done
+    _on_main(accelerator, lambda: begin(directory, parts, console))
+
+    start = time.monotonic()
+    store = StateStore(run.states_dir, expected=states)
+    rows, validation = trainable_rows(store, "train"), trainable_rows(store, "validation")
+    if not rows or not validation:
+        raise PeagleError(
+            f"{run.states_dir}: {len(rows)} training and {len(validation)} validation rows have a trainable "
+            "chain (an answer of at least two tokens); expected at least one of each. Raise "
+            "data.max_new_tokens or the counts under data."
+        )
+    module = _build(run, store, rows, accelerator, console)
+    loop = Loop(
+        accelerator,
+        module,
+        TrainingSet(Documents(store, recipe.train.positions), Stream(rows, recipe.seed), validation),
+        recipe.train,
+        seed=recipe.seed,
+        directory=directory,
+        console=console,
+    )
+    standing = loop.run()
+    message = (
+        f"{recipe.train.steps} steps on {len(rows)} rows; best validation acceptance length "
+        f"{standing.best_acceptance:.3f} at step {standing.best_step}: {directory / 'best'}"
+    )
+    result = _on_main(
+        accelerator,
+        lambda: seal(directory, parts, time.monotonic() - start, message, run.command_for("export")),
+    )
+    return result
+
+
+def make_accelerator(run: Run) -> Accelerator:
+    """accelerate as the recipe wants it; proves that the launcher gave what it was asked for."""
+    accelerator = Accelerator(
+        cpu=run.recipe.target.device == "cpu",
+        mixed_precision="bf16" if run.recipe.train.precision == "bf16" else "no",
+    )
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != asked:
+        raise PeagleError(
+            f"the launcher started {asked} processes but accelerate joined {accelerator.num_processes}: each "
+            "would train a head of its own. On a CPU launch with "
+            "`ACCELERATE_USE_CPU=true torchrun --nproc_per_node N -m peagle_train.training RECIPE`."
+        )
+    return accelerator
+
+
+def _build(
+    run: Run, store: StateStore, rows: list[int], accelerator: Accelerator, console: Console
+) -> DraftTraining:
+    """The module to train. The target is loaded for its tables and let go: only output rows stay."""
+    recipe = run.recipe
+    folder = _on_main(accelerator, lambda: obtain(recipe.target, console))
+    target = Target.load(
+        folder,
+        dtype=recipe.target.dtype,
+        device="cpu",
+        trust_remote_code=recipe.target.trust_remote_code,
+    )
+    quiet = console if accelerator.is_main_process else Console(quiet=True)
+    # The main process writes the vocabulary map; the others read it.
+    with accelerator.main_process_first():
+        start = make_start(recipe, target, store, rows, run.training_dir, quiet)
+    torch.manual_seed(recipe.seed)
+    return DraftTraining(start.head, start.target_output, recipe.train.positions, recipe.train.loss)
+
+
+def _on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
+    """Runs `action` in the main process and gives every process its result."""
+    result: list[Any] = [action() if accelerator.is_main_process else None]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(result, from_process=0)
+    return cast(T, result[0])
