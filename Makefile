@@ -1,0 +1,60 @@
+# P-EAGLE Train. `make` alone lists what can be made.
+#
+# Settings, on the command line as NAME=value:
+#   MODEL        recipe to run: recipes/MODEL.yaml                        smollm2
+#   ARGS         overrides of the recipe, e.g. ARGS="train.steps=100"
+#   TORCH        auto | cpu | cuda: the build of torch to install         auto
+#   PYTHON       interpreter to build the environments on                 python3
+#   VLLM_PYTHON  interpreter that has a vLLM                              .venv-vllm/bin/python
+
+MODEL ?= smollm2
+ARGS ?=
+PYTHON ?= python3
+TORCH ?= auto
+VLLM_PYTHON ?= .venv-vllm/bin/python
+BIN := .venv/bin
+
+export PYTHON TORCH VLLM_PYTHON
+# Threads that wait asleep leave the cores to those that work.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-vllm test-all lint format wheel lock
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
+
+install: .venv/.installed ## make the environment, .venv
+
+train: .venv/.installed ## run recipes/MODEL.yaml from prompts to a proven head
+	$(BIN)/peagle run recipes/$(MODEL).yaml $(ARGS)
+
+test: .venv/.installed ## all tests but the slow ones and those that need a vLLM
+	$(BIN)/python -m pytest -m "not slow and not vllm"
+
+test-vllm: .venv/.installed $(filter .venv-vllm/%,$(VLLM_PYTHON:bin/python=.installed)) ## prove heads against a real vLLM
+	$(BIN)/python -m pytest tests/vllm -m vllm
+
+test-all: .venv/.installed $(filter .venv-vllm/%,$(VLLM_PYTHON:bin/python=.installed)) ## every test there is
+	$(BIN)/python -m pytest
+
+lint: .venv/.installed ## style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.installed ## put the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: .venv/.installed ## build the package into dist/
+	$(BIN)/python -m build --wheel --installer uv
+
+lock: .venv/.installed ## renew constraints.txt within pyproject.toml's floors
+	scripts/lock.sh
+
+.venv/.installed: pyproject.toml constraints.txt scripts/install.sh
+	scripts/install.sh main
+
+.venv-vllm/.installed: constraints-vllm.txt scripts/install.sh
+	scripts/install.sh vllm
