@@ -62,7 +62,7 @@ RecipeArgument = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="keys put over the recipe, e.g. train.cod.rate=0.7"),
+    typer.Argument(metavar="KEY=VALUE", help="keys put over the recipe, e.g. train.cod.rate=0.7"),
 ]
 
 
@@ -210,7 +210,7 @@ def run(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 )
 def push(
     head: Annotated[str, typer.Argument(metavar="HEAD", help="a head's directory, or a recipe")],
-    dest: Annotated[str | None, typer.Argument(metavar="[DEST]", help="s3://... or hf://...")] = None,
+    dest: Annotated[str | None, typer.Argument(metavar="DEST", help="s3://... or hf://...")] = None,
     force: Annotated[bool, typer.Option("--force", help="replace other content at DEST")] = False,
 ) -> None:
     directory = Path(head)
@@ -272,7 +272,7 @@ def check(
 )
 def recipe(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="[RECIPE]", help="a YAML file, or NAME of recipes/NAME.yaml")
+        str | None, typer.Argument(metavar="RECIPE", help="a YAML file, or NAME of recipes/NAME.yaml")
     ] = None,
     overrides: Overrides = None,
 ) -> None:

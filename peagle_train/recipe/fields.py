@@ -93,7 +93,7 @@ def documentation() -> str:
     """The whole schema as a commented YAML file: type, default and meaning of every key."""
     lines = [
         f"# {_summary(Recipe)}",
-        "# Each key with its default; REQUIRED ones have none. NAME is yours to choose.",
+        "# Each key with its default; REQUIRED ones are empty. NAME is yours to choose.",
         "",
     ]
     lines += _document(Recipe, 0)
@@ -110,7 +110,7 @@ def _document(section: type[BaseModel], depth: int) -> Iterator[str]:
             below = typing.get_args(entries)[1]
         if below is not None:
             yield ""
-            required = " (required)" if field.is_required() else ""
+            required = " (REQUIRED)" if field.is_required() else ""
             yield f"{indent}# {field.description or _summary(below)}{required}"
             yield f"{indent}{name}:"
             inner = depth + 1
@@ -120,12 +120,11 @@ def _document(section: type[BaseModel], depth: int) -> Iterator[str]:
             yield from _document(below, inner)
         else:
             yield f"{indent}# {field.description}"
-            yield f"{indent}{name}: {_default(field)}  # {slot.expected}"
+            value = "" if field.is_required() else f" {_default(field)}"
+            yield f"{indent}{name}:{value}  # {'REQUIRED: ' if field.is_required() else ''}{slot.expected}"
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "REQUIRED"
     default = field.get_default(call_default_factory=True)
     default = list(default) if isinstance(default, tuple) else default
     text = dump([default]).strip().removeprefix("- ")

@@ -49,6 +49,11 @@ class Places:
                 return f"{self.source}:{self.lines[path[:length]]}"
         return self.source
 
+    def override(self, path: yaml_text.Path) -> None:
+        """Notes that the value at `path` comes from the command line, with all that lies below it."""
+        self.lines = {key: line for key, line in self.lines.items() if key[: len(path)] != path}
+        self.overridden.add(path)
+
     def rank(self, key: yaml_text.Path | str) -> tuple[int, int]:
         """Orders faults as a reader meets them: down the file, then the command line."""
         place = self.of(key)
@@ -187,7 +192,7 @@ def _apply(override: str, values: dict[str, Any], places: Places) -> str | None:
             return f"{dotted(path)}: {dotted(path[:length])} is {found(below)}; expected a section"
         section = below
     section[str(path[-1])] = document.value
-    places.overridden.add(path)
+    places.override(path)
     return None
 
 

@@ -64,9 +64,8 @@ class Document:
 def parse(text: str) -> Document:
     """Reads one YAML document; faults are listed in the result, not raised."""
     document = Document()
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
+        node = _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = "; ".join(part for part in (error.context, error.problem) if part)
@@ -75,8 +74,6 @@ def parse(text: str) -> Document:
     except yaml.YAMLError as error:
         document.faults.append((None, "", f"not valid YAML: {error}"))
         return document
-    finally:
-        loader.dispose()
     if node is not None:
         document.value = _plain(node, (), document, ())
     return document

@@ -1,0 +1,129 @@
+"""What only the target can refuse: all at once, from its config alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from peagle_train.errors import RecipeError
+from peagle_train.recipe import check_against_target, read_recipe
+from peagle_train.target.facts import TargetFacts
+from tests.recipe.test_load import GOOD
+
+FACTS = TargetFacts(
+    model="some/model",
+    class_name="LlamaForCausalLM",
+    num_layers=4,
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=500,
+    max_position_embeddings=1024,
+    rope_theta=1e4,
+    rope_scaling=None,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    logit_softcap=None,
+)
+
+
+def faults_of(tmp_path: Path, *overrides: str, facts: TargetFacts = FACTS) -> list[str]:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(GOOD)
+    loaded = read_recipe(path, overrides)
+    with pytest.raises(RecipeError) as caught:
+        check_against_target(loaded.recipe, facts, str(path), loaded.places)
+    return caught.value.faults
+
+
+def test_a_recipe_at_every_limit_passes(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(GOOD)
+    loaded = read_recipe(
+        path,
+        [
+            "head.aux_layers=[0,4]",
+            "head.draft_vocab_size=500",
+            "head.mask_token=499",
+            "head.max_position_embeddings=1024",
+            "head.num_attention_heads=4",
+            "data.max_prompt_tokens=1000",
+            "data.max_new_tokens=24",
+        ],
+    )
+    check_against_target(loaded.recipe, FACTS, str(path))
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        (
+            "head.aux_layers=[2,5,7]",
+            "head.aux_layers: found 5, 7; expected at most 4, because some/model has 4 decoder "
+            "layers; vLLM's default for it is [2, 2, 1]",
+        ),
+        (
+            "head.draft_vocab_size=501",
+            "head.draft_vocab_size: found 501; expected at most 500, the vocabulary of some/model; "
+            "leave it out for the whole vocabulary",
+        ),
+        (
+            "head.mask_token=500",
+            "head.mask_token: found id 500; expected less than 500, because some/model has no such "
+            "row and vLLM does not notice; name an unused token, or write `unused` to find one",
+        ),
+        (
+            "head.max_position_embeddings=512",
+            "head.max_position_embeddings: found 512; expected at least the 1024 of some/model, "
+            "because the server drafts up to the target's full context; leave it out to take the "
+            "target's",
+        ),
+        (
+            "head.num_key_value_heads=4",
+            "head.num_key_value_heads: found 6 query heads for 4 key-value heads (what the recipe "
+            "leaves out is the target's); expected a multiple, because query heads share key-value "
+            "heads in equal groups",
+        ),
+        (
+            "head.num_attention_heads=5",
+            "head.num_attention_heads: found 5 query heads for 2 key-value heads (what the recipe "
+            "leaves out is the target's); expected a multiple, because query heads share key-value "
+            "heads in equal groups",
+        ),
+        (
+            "head.head_dim=15",
+            "head.head_dim: found 15; expected an even number, because RoPE turns pairs of channels",
+        ),
+        (
+            "data.max_new_tokens=769",
+            "data.max_new_tokens: found 256 prompt + 769 new tokens = 1025; expected at most 1024, "
+            "the context of some/model; lower one of the two",
+        ),
+    ],
+)
+def test_one_fault_one_message(tmp_path: Path, override: str, fault: str) -> None:
+    assert faults_of(tmp_path, override) == [f"command line: {fault}"]
+
+
+def test_a_fault_of_the_target_itself_is_found(tmp_path: Path) -> None:
+    odd = dataclasses.replace(FACTS, head_dim=15)
+    assert faults_of(tmp_path, facts=odd) == [
+        f"{tmp_path / 'tiny.yaml'}:9: head.head_dim: found 15; expected an even number, because RoPE turns "
+        "pairs of channels"
+    ]
+
+
+def test_all_faults_at_once_with_lines(tmp_path: Path) -> None:
+    small = dataclasses.replace(FACTS, num_layers=1, vocab_size=3, max_position_embeddings=100)
+    faults = faults_of(tmp_path, "head.draft_vocab_size=4", facts=small)
+    where = [fault.replace(str(tmp_path / "tiny.yaml"), "FILE").split(": ")[:2] for fault in faults]
+    assert where == [
+        ["FILE:4", "data.max_new_tokens"],
+        ["FILE:10", "head.aux_layers"],
+        ["FILE:11", "head.mask_token"],
+        ["command line", "head.draft_vocab_size"],
+    ]
