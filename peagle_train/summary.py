@@ -2,7 +2,7 @@
 
     {"run", "recipe", "target", "seed", "steps", "k", "head", "weights_sha256", "serve",
      "sets":   {NAME: {"acceptance_length", "per_position", "num_drafts", "num_accepted", "prompts",
-                       "tokens", "loop": {the same, "lossless", "near_ties"}}},
+                       "tokens", "loop": {the same, "lossless", "near_ties"} or null}},
      "stages": {NAME: {"seconds", "skipped"}}, "seconds", "versions", "command"}
 
 `seconds` of a skipped stage are those of the time when it was done.
@@ -102,7 +102,7 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def _loop_words(loop: Mapping[str, Any] | None) -> str:
-    if not loop:
+    if loop is None:
         return "not run"
     verdict = "yes" if loop["lossless"] else "NO"
     ties = f", {loop['near_ties']} near ties" if loop["near_ties"] else ""
@@ -115,7 +115,9 @@ def _sets(run: Run) -> dict[str, Any]:
         raise PeagleError(f"{path}: found no results; run `{run.command_for('evaluate')}`")
     sets = {}
     for name, measured in read_json(path)["sets"].items():
-        offline, loop = measured.get("offline") or {}, measured.get("loop") or None
+        offline, loop = measured.get("offline") or {}, measured.get("loop")
+        if loop is not None and loop.get("prompts") == 0:
+            loop = None  # no prompt went through it, so it proves nothing
         missing = [key for key in (*_MEASURES, "prompts", "tokens") if key not in offline]
         if loop is not None:
             missing += [f"loop.{key}" for key in (*_MEASURES, "lossless", "near_ties") if key not in loop]

@@ -53,7 +53,11 @@ def _small_stage(run: Run, console: Console, name: str, seconds: float, parts: d
     if name == "export":
         (folder / "model.safetensors").write_bytes(b"weights")
     if name == "evaluate":
-        sets = {"stdlib": {"offline": MEASURED, "loop": MEASURED | LOOP}, "dry": {"offline": MEASURED}}
+        none = {"prompts": 0, "lossless": True}
+        sets = {
+            "stdlib": {"offline": MEASURED, "loop": MEASURED | LOOP},
+            "dry": {"offline": MEASURED, "loop": none},
+        }
         write_json(folder / "results.json", {"sets": sets})
     return seal(folder, parts, seconds, f"wrote {folder}")
 
@@ -313,6 +317,39 @@ def test_check_refuses_what_is_no_head(small: Path) -> None:
     _, complaint = peagle("check", "nowhere", "--target", "tiny.yaml", code=1)
     assert "no such directory" in complaint
     assert "Traceback" not in complaint
+
+
+def test_check_reports_what_was_proven(small: Path) -> None:
+    from peagle_train.export.layout import export_head
+    from peagle_train.head.config import HeadConfig
+    from peagle_train.head.model import PEagleHead
+    from peagle_train.recipe import load_recipe
+    from peagle_train.target.source import describe
+
+    facts = describe(load_recipe("tiny.yaml").target)
+    config = HeadConfig(
+        hidden_size=64,
+        intermediate_size=32,
+        num_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=300,
+        draft_vocab_size=300,
+        target_hidden_size=64,
+        aux_layers=(1, 2),
+        mask_token_id=3,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        max_position_embeddings=512,
+        own_embeddings=True,
+    )
+    export_head(PEagleHead(config), Path("head"), target=facts)
+    said, _ = peagle("check", "head", "--target", "tiny.yaml")
+    assert "aux layers        1, 2" in said
+    assert "head: no fault found" in said
+    Path("head/model.safetensors").write_bytes(b"")
+    assert "model.safetensors" in peagle("check", "head", code=1)[1]
 
 
 def test_an_unknown_verb_is_answered_with_the_nearest() -> None:
