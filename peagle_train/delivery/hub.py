@@ -134,7 +134,8 @@ def deliver(
         try:
             _verify(api, place, commit, expected, paths, console)
         except CorruptError:
-            _withdraw(api, place, commit)
+            if not todo.complete:
+                _withdraw(api, place, commit)
             raise
         return todo, f"{printable(endpoint)}/{place.repo_id}/tree/{commit}"
 
@@ -270,6 +271,8 @@ def _content(api: HfApi, place: HubPlace, commit: str, name: str) -> Iterator[by
 
 def _withdraw(api: HfApi, place: HubPlace, commit: str) -> None:
     """Takes the manifest out of a commit that did not verify, so that no reader takes the head for whole."""
+    if MANIFEST_NAME not in _list(api, place, commit):
+        return
     api.create_commit(
         place.repo_id,
         [CommitOperationDelete(path_in_repo=MANIFEST_NAME, is_folder=False)],

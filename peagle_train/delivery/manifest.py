@@ -113,8 +113,7 @@ def read_back_matches(expected: FileEntry, found: FileEntry, name: str, where: s
         raise CorruptError(
             f"{where}: {name} came back different: sent {expected.size} bytes with SHA-256 "
             f"{expected.sha256}, read {found.size} bytes with {found.sha256}. "
-            "The upload was damaged or someone else wrote there; no manifest is left at the destination, "
-            "so no reader takes it for a whole head. Push again with --force"
+            "The upload was damaged, or someone else wrote there. Push again with --force"
         )
 
 

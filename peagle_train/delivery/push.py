@@ -109,9 +109,7 @@ def push_head(head: Path, destination: str, console: Console, *, force: bool = F
         seconds=time.monotonic() - started,
     )
     if done.kept:
-        console.print(
-            f"Left alone, no part of the head: {', '.join(done.kept)}", markup=False, highlight=False
-        )
+        _say(console, f"Left alone, no part of the head: {', '.join(done.kept)}")
     _say(console, summary_line(receipt))
     return receipt
 
@@ -174,9 +172,11 @@ def _card(
     """The card of this head for this place."""
     from peagle_train.export.stage import serve_command
 
-    provenance = _read_object(head / "export.json").get("provenance", {})
+    record = _read_object(head / "export.json")
+    provenance, target = (_section(record, key) for key in ("provenance", "target"))
     results = _measured(head, console)
     k = results.get("k", provenance.get("k"))
+    k = k if isinstance(k, int) else None
     if isinstance(place, HubPlace):
         served, fetch = place.repo_id, None
     else:
@@ -187,7 +187,7 @@ def _card(
         acceptance=results.get("sets", {}),
         k=k,
         title=place.title,
-        serve=serve_command(served, report.target or "TARGET", k or DEFAULT_K),
+        serve=serve_command(served, str(target.get("reference", report.target or "TARGET")), k or DEFAULT_K),
         fetch=fetch,
     )
     return make_card(facts, entries)
@@ -210,6 +210,12 @@ def _measured(head: Path, console: Console) -> dict[str, Any]:
 def _say(console: Console, message: str) -> None:
     """Prints as it is: addresses are not coloured, folded or read as markup."""
     console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def _section(record: dict[str, Any], key: str) -> dict[str, Any]:
+    """A part of a record that may be a stranger's; empty if it is missing or no object."""
+    value = record.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def _read_object(path: Path) -> dict[str, Any]:
