@@ -1,0 +1,106 @@
+"""What the two data stages share: what their output depends on, the target's folder, the disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from data_prep.jobs import StatesPlan
+from data_prep.prompts import sources_fingerprint
+from peagle_train.errors import PeagleError
+from peagle_train.files import fingerprint
+from peagle_train.run import Run
+from peagle_train.store import bytes_per_token
+from peagle_train.store.answers import FORMAT as ANSWERS_FORMAT
+from peagle_train.store.states import FORMAT as STATES_FORMAT
+from peagle_train.target.source import obtain, target_fingerprint
+
+_ANSWER_BYTES = 16  # of a token in the answers store, as JSON text, with its share of the prompt
+
+
+def target_folder(run: Run, console: Console) -> Path:
+    """The target's folder; obtained if need be."""
+    return obtain(run.recipe.target, console)
+
+
+def prepare_parts(run: Run, folder: Path) -> dict[str, Any]:
+    """Everything the answers depend on. `workers` is not in it: results do not depend on it."""
+    recipe = run.recipe
+    return {
+        "stage": "prepare",
+        "format": ANSWERS_FORMAT,
+        "target_fingerprint": target_fingerprint(folder),
+        "target.dtype": recipe.target.dtype,
+        "data": recipe.data.model_dump(mode="json", exclude={"workers"}),
+        "sources": sources_fingerprint(recipe.data),
+    }
+
+
+def extract_parts(run: Run, prepare_fingerprint: str) -> dict[str, Any]:
+    """Everything the states depend on."""
+    return {
+        "stage": "extract",
+        "format": STATES_FORMAT,
+        "prepare": prepare_fingerprint,
+        "head.aux_layers": list(run.recipe.head.aux_layers),
+        "states.dtype": run.recipe.states.dtype,
+    }
+
+
+def states_plan(run: Run, parts: dict[str, Any]) -> StatesPlan:
+    """Where and how the states of this run are stored."""
+    return StatesPlan(
+        directory=str(run.states_dir),
+        fingerprint=fingerprint(parts),
+        aux_layers=list(run.recipe.head.aux_layers),
+        hidden_size=run.facts.hidden_size,
+        dtype=run.recipe.states.dtype,
+    )
+
+
+def check_disk(directory: Path, lengths: Iterable[int], plan: StatesPlan | None, console: Console) -> None:
+    """Says how much will be written at most, before anything is. Raises PeagleError if the disk is too full.
+
+    lengths: most tokens each row can have.
+    """
+    rows = list(lengths)
+    tokens = sum(rows)
+    each = _ANSWER_BYTES
+    if plan is not None:
+        each += bytes_per_token(len(plan.aux_layers), plan.hidden_size, plan.dtype)
+    need, free = tokens * each, shutil.disk_usage(_existing(directory)).free
+    sum_up = f"{len(rows):,} rows x {tokens / max(len(rows), 1):.0f} tokens x {amount(each)}"
+    console.print(
+        f"disk: at most {amount(need)} ({sum_up}), {amount(free)} free", highlight=False, markup=False
+    )
+    if need > free:
+        raise PeagleError(
+            f"{directory}: needs up to {amount(need)} ({sum_up}) but the disk has {amount(free)} free; lower "
+            "the counts under data or data.max_new_tokens, store states in bfloat16 (states.dtype), or set "
+            "`output` to a larger disk"
+        )
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Deletes temporary files of writers that were killed; only this process works in the folder."""
+    for path in directory.glob(".*.partial"):
+        path.unlink(missing_ok=True)
+
+
+def amount(size: float) -> str:
+    """Bytes for people: 9.2 kB, 1.3 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB"
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path

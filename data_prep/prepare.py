@@ -1,0 +1,167 @@
+"""The stage `prepare`: prompts of every set, answered by the target.
+
+    prompts/ ──► chat.py ──► batches of like length ──► workers (answer.py) ──► answers/  and, in the same
+    of each set   token ids    (jobs.py)                                       ──► states/   pass, the states
+
+With states.keep_while_answering the states store is finished here as well, under the fingerprint that
+`extract` will ask for. Resumed batch by batch: what is sealed on the disk is not done again.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from data_prep.chat import ChatRenderer, Rendered, render_sets
+from data_prep.jobs import Job, StatesPlan, even_batches
+from data_prep.plan import (
+    check_disk,
+    extract_parts,
+    prepare_parts,
+    remove_leftovers,
+    states_plan,
+    target_folder,
+)
+from data_prep.prompts import collect
+from data_prep.workers import Work, run_jobs, split_job
+from peagle_train.errors import PeagleError
+from peagle_train.files import fingerprint
+from peagle_train.run import Run
+from peagle_train.stages import StageResult, begin, finished, seal
+from peagle_train.store import AnswerWriter, SetCounts, StateWriter
+
+REPEATS = "repeats"  # the same text stands earlier in the set
+
+
+def prepare(run: Run, console: Console) -> StageResult:
+    """Answers all prompts of the run.
+
+    Raises PeagleError: a prompt source, the chat template, the disk, a worker; see the message.
+    """
+    folder = target_folder(run, console)
+    parts = prepare_parts(run, folder)
+    done = finished(run.answers_dir, parts, console)
+    if done is not None:
+        return done
+    started = time.monotonic()
+    rows, left_out = _rows(run, folder)
+    batches = even_batches(rows, run.recipe.data.batch_size)
+    keep = run.recipe.states.keep_while_answering
+    of_states = extract_parts(run, fingerprint(parts))
+    plan: StatesPlan | None = None
+
+    writer = AnswerWriter(run.answers_dir, fingerprint(parts))
+    begin(run.answers_dir, parts, console)
+    remove_leftovers(run.answers_dir)
+    if keep and finished(run.states_dir, of_states, console) is None:
+        begin(run.states_dir, of_states, console)
+        remove_leftovers(run.states_dir)
+        plan = states_plan(run, of_states)
+    sealed = writer.sealed_batches()
+    todo = {batch: prompts for batch, prompts in batches.items() if batch not in sealed}
+    if sealed:
+        console.print(f"{len(sealed)} of {len(batches)} batches are there already", highlight=False)
+    work = _answer(run, folder, todo, plan, writer, console)
+    if plan is not None:
+        _seal_states(run, plan, of_states, batches, time.monotonic() - started)
+    counts = writer.seal(left_out)
+    report(counts, left_out, console)
+    generated = sum(count.generated_tokens for count in counts.values())
+    message = f"{len(rows)} rows, {generated:,} tokens generated"
+    if work is not None:
+        message += f" ({work.rate})"
+    return seal(run.answers_dir, parts, time.monotonic() - started, message)
+
+
+def report(counts: dict[str, SetCounts], left_out: dict[str, dict[str, int]], console: Console) -> None:
+    """Prints what each set came to."""
+    table = Table(title="answers")
+    table.add_column("set")
+    for heading in ("rows", "prompt tokens", "generated", "truncated", "empty"):
+        table.add_column(heading, justify="right")
+    table.add_column("left out")
+    for name, count in counts.items():
+        reasons = ", ".join(f"{number} {reason}" for reason, number in left_out.get(name, {}).items())
+        numbers = (count.rows, count.prompt_tokens, count.generated_tokens, count.truncated, count.empty)
+        table.add_row(name, *(f"{number:,}" for number in numbers), reasons or "-")
+    console.print(table)
+    console.print(
+        "truncated: cut at data.max_new_tokens; empty: one token, so nothing is drafted or trained; left out, "
+        "too long: over data.max_prompt_tokens",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _rows(run: Run, folder: Path) -> tuple[list[Rendered], dict[str, dict[str, int]]]:
+    from transformers import AutoTokenizer
+
+    data = run.recipe.data
+    longest = data.max_prompt_tokens + data.max_new_tokens
+    if longest > run.facts.max_position_embeddings:
+        raise PeagleError(
+            f"{run.source}: data.max_prompt_tokens + data.max_new_tokens = {longest} exceeds the "
+            f"{run.facts.max_position_embeddings} positions of {run.facts.model}; lower one of them"
+        )
+    collected = collect(data)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=run.recipe.target.trust_remote_code)
+    renderer = ChatRenderer(tokenizer, data.system_prompt)
+    rows, left_out = render_sets(renderer, collected.sets, data.max_prompt_tokens)
+    for name, repeats in collected.repeats.items():
+        if repeats:
+            left_out[name][REPEATS] = repeats
+    return rows, left_out
+
+
+def _answer(
+    run: Run,
+    folder: Path,
+    todo: dict[int, list[Rendered]],
+    plan: StatesPlan | None,
+    writer: AnswerWriter,
+    console: Console,
+) -> Work | None:
+    if not todo:
+        return None
+    target, data = run.recipe.target, run.recipe.data
+    prompts = [row for rows in todo.values() for row in rows]
+    lengths = [len(row.token_ids) + data.max_new_tokens for row in prompts]
+    check_disk(run.directory, lengths, plan, console)
+    job = Job(
+        kind="answer",
+        target=str(folder),
+        dtype=target.dtype,
+        device=target.device,
+        trust_remote_code=target.trust_remote_code,
+        threads=1,
+        states=plan,
+        answers_dir=str(writer.directory),
+        answers_fingerprint=writer.fingerprint,
+        max_new_tokens=data.max_new_tokens,
+        prompts=todo,
+    )
+    budget = len(prompts) * data.max_new_tokens
+    return run_jobs(
+        split_job(job, data.workers),
+        title="answering",
+        budget=budget,
+        log_dir=run.answers_dir,
+        console=console,
+    )
+
+
+def _seal_states(
+    run: Run,
+    plan: StatesPlan,
+    parts: dict[str, object],
+    batches: dict[int, list[Rendered]],
+    seconds: float,
+) -> None:
+    """Finishes the states store, unless a batch was answered earlier without states: `extract` adds those."""
+    writer = StateWriter(run.states_dir, plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype)
+    if writer.sealed_batches() == set(batches):
+        writer.seal()
+        seal(run.states_dir, parts, seconds, "kept while answering")

@@ -1,0 +1,144 @@
+"""A worker process: loads the target once, works off its batches, seals each on the disk.
+
+Started by workers.py as `python -m data_prep.worker`; see jobs.py for what goes in and out. Of a batch
+the states are sealed before the answers, so an answers batch on the disk always has its states.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from data_prep.answer import answer
+from data_prep.chat import Rendered
+from data_prep.jobs import Job
+from data_prep.teacher_forcing import forced_states
+from peagle_train.errors import PeagleError
+from peagle_train.store.answers import AnswerRow, AnswerWriter
+from peagle_train.store.states import DTYPES, StateRow, StateWriter
+from peagle_train.target.adapter import Target
+
+_REPORT_EVERY = 0.25  # seconds
+
+
+class _Reporter:
+    """Writes reports to the parent; token counts are gathered, so that reporting costs nothing."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._tokens, self._sent = 0, time.monotonic()
+
+    def tokens(self, count: int) -> None:
+        self._tokens += count
+        if time.monotonic() - self._sent > _REPORT_EVERY:
+            self.say(tokens=self._tokens)
+            self._tokens, self._sent = 0, time.monotonic()
+
+    def say(self, **report: Any) -> None:
+        print(json.dumps(report), file=self._stream, flush=True)
+
+
+def main() -> int:
+    """Reads the job from standard input; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends all workers
+    threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
+    # Whatever a library prints must not be taken for a report.
+    reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    reporter = _Reporter(reports)
+    job = Job.from_json(sys.stdin.read())
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+    try:
+        _work(job, reporter)
+    except PeagleError as error:
+        reporter.say(fault=str(error))
+        return 1
+    return 0
+
+
+def _work(job: Job, reporter: _Reporter) -> None:
+    target = Target.load(
+        job.target, dtype=job.dtype, device=job.device, trust_remote_code=job.trust_remote_code
+    )
+    plan = job.states
+    states = None
+    if plan is not None:
+        states = StateWriter(
+            Path(plan.directory), plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype
+        )
+    for batch in sorted(job.prompts or job.answered):
+        reporter.say(begin=batch)
+        began = time.process_time()
+        if job.kind == "answer":
+            tokens = _answer(job, batch, target, states, reporter)
+            rows = len(job.prompts[batch])
+        else:
+            assert states is not None
+            tokens = _extract(job, batch, target, states, reporter)
+            rows = len(job.answered[batch])
+        reporter.say(done=batch, rows=rows, tokens=tokens, cpu=time.process_time() - began)
+
+
+def _answer(job: Job, batch: int, target: Target, states: StateWriter | None, reporter: _Reporter) -> int:
+    prompts = job.prompts[batch]
+    found = answer(
+        target,
+        [prompt.token_ids for prompt in prompts],
+        max_new_tokens=job.max_new_tokens,
+        aux_layers=states.aux_layers if states else (),
+        keep=DTYPES[states.dtype] if states else None,
+        on_tokens=reporter.tokens,
+    )
+    rows = [
+        _row(prompt, answered.token_ids, answered.finish)
+        for prompt, answered in zip(prompts, found, strict=True)
+    ]
+    if states is not None:
+        kept = []
+        for row, answered in zip(rows, found, strict=True):
+            assert answered.aux is not None and answered.last is not None
+            kept.append(_state_row(row, answered.aux, answered.last))
+        states.write_batch(batch, kept)
+    AnswerWriter(Path(job.answers_dir), job.answers_fingerprint).write_batch(batch, rows)
+    return sum(row.supervised for row in rows)
+
+
+def _extract(job: Job, batch: int, target: Target, states: StateWriter, reporter: _Reporter) -> int:
+    rows = job.answered[batch]
+    found = forced_states(target, [row.token_ids for row in rows], states.aux_layers, DTYPES[states.dtype])
+    states.write_batch(
+        batch, [_state_row(row, aux, last) for row, (aux, last) in zip(rows, found, strict=True)]
+    )
+    tokens = sum(len(row.token_ids) for row in rows)
+    reporter.tokens(tokens)
+    return tokens
+
+
+def _row(prompt: Rendered, token_ids: list[int], finish: Any) -> AnswerRow:
+    spans = [[len(prompt.token_ids), len(token_ids)]]
+    return AnswerRow(prompt.row, prompt.set, prompt.id, prompt.text, token_ids, spans, finish)
+
+
+def _state_row(row: AnswerRow, aux: torch.Tensor, last: torch.Tensor) -> StateRow:
+    tokens, mask = torch.tensor(row.token_ids), torch.tensor(row.loss_mask)
+    return StateRow(row.row, row.set, row.id, tokens, mask, aux, last, row.prompt_length)
+
+
+def _follow_parent(parent: int) -> None:
+    """Ends this process once its parent is gone, even killed: nobody would read its reports or stop it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
