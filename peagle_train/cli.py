@@ -144,7 +144,8 @@ def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
         "Write the best checkpoint as a directory that vLLM loads, proven complete before it appears.",
         reads="OUTPUT/NAME/training/best; export",
         writes="OUTPUT/NAME/head",
-        example="peagle export smollm2 --format speculators",
+        example="peagle export smollm2 --format speculators\n"
+        "          peagle export smollm2 --format speculators --out heads/smollm2   (beside the run's own)",
         then="peagle evaluate RECIPE",
     ),
 )
@@ -154,9 +155,24 @@ def export(
     format: Annotated[
         str | None, typer.Option("--format", help="plain or speculators; the same as export.format=...")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="write it there too, and leave OUTPUT/NAME/head as it is"),
+    ] = None,
 ) -> None:
     chosen = [*(overrides or []), *([f"export.format={format}"] if format is not None else [])]
-    _stage("export", recipe, chosen)
+    if out is None:
+        _stage("export", recipe, chosen)
+        return
+    from peagle_train.pipeline import export_copy
+    from peagle_train.recipe import load_recipe
+
+    wanted = load_recipe(recipe, chosen).export.format  # refuses a faulty --format before any work
+
+    def copy(run: Any, console: Console) -> None:
+        export_copy(run, out, wanted, console)
+
+    _stage("export", recipe, overrides, copy)
 
 
 @app.command(

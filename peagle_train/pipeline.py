@@ -11,10 +11,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from peagle_train.errors import PeagleError
+from peagle_train.files import read_json
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, require
 from peagle_train.summary import print_summary, summarise
@@ -92,6 +95,35 @@ def finish(run: Run, results: dict[str, StageResult], console: Console) -> dict[
     print_summary(summary, console)
     _say(console, f"\nNumbers for machines: {run.summary_path}")
     return summary
+
+
+def export_copy(run: Run, directory: Path, format: str, console: Console) -> None:
+    """Writes the run's head once more, to `directory` in `format`, and proves it; head/ stays as it is.
+
+    Target, K and provenance are those that the run's own export recorded.
+
+    Raises:
+        PeagleError: something stands at `directory`, or the run has no finished export.
+        HeadFault: the head is not sound.
+    """
+    require(run, "export")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise PeagleError(f"{directory}: found something there; expected no such path or an empty folder")
+    from peagle_train.export.layout import export_head
+    from peagle_train.head.io import load_head
+
+    record = read_json(run.head_dir / "export.json")
+    export_head(
+        load_head(run.training_dir / "best"),
+        directory,
+        target=run.facts,
+        dtype=run.recipe.export.dtype,
+        format=format,
+        target_reference=record["target"]["reference"],
+        speculative_tokens=run.recipe.evaluate.k,
+        extra=record["provenance"],
+    )
+    _say(console, f"export: wrote {directory} ({format}); {run.head_dir} is unchanged")
 
 
 def _serve_command(run: Run, console: Console) -> str:

@@ -319,14 +319,10 @@ def test_check_refuses_what_is_no_head(small: Path) -> None:
     assert "Traceback" not in complaint
 
 
-def test_check_reports_what_was_proven(small: Path) -> None:
-    from peagle_train.export.layout import export_head
+def tiny_head() -> Any:
     from peagle_train.head.config import HeadConfig
     from peagle_train.head.model import PEagleHead
-    from peagle_train.recipe import load_recipe
-    from peagle_train.target.source import describe
 
-    facts = describe(load_recipe("tiny.yaml").target)
     config = HeadConfig(
         hidden_size=64,
         intermediate_size=32,
@@ -342,9 +338,43 @@ def test_check_reports_what_was_proven(small: Path) -> None:
         rms_norm_eps=1e-5,
         rope_theta=1e4,
         max_position_embeddings=512,
-        own_embeddings=True,
+        own_embeddings=False,
     )
-    export_head(PEagleHead(config), Path("head"), target=facts)
+    return PEagleHead(config)
+
+
+def test_export_writes_a_second_head_beside_the_runs_own(small: Path) -> None:
+    from peagle_train.head.io import save_head
+
+    for verb in ("prepare", "extract", "train"):
+        peagle(verb, "tiny.yaml")
+    Path("runs/tiny/training/best").mkdir()
+    save_head(Path("runs/tiny/training/best"), tiny_head())
+    peagle("export", "tiny.yaml")
+    recorded = {"target": {"reference": "owner/served"}, "provenance": {"run": "tiny"}}
+    write_json(Path("runs/tiny/head/export.json"), recorded)
+
+    said, _ = peagle("export", "tiny.yaml", "--format", "speculators", "--out", "heads/tiny")
+    assert "wrote heads/tiny (speculators)" in said
+    config = read_json(Path("heads/tiny/config.json"))
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "owner/served"
+    assert read_json(Path("heads/tiny/export.json"))["provenance"] == {"run": "tiny"}
+    assert read_json(Path("runs/tiny/head/stage.json"))["parts"]["export.format"] == "plain"
+    assert worked == ["prepare", "extract", "train", "export"]
+
+    _, complaint = peagle("export", "tiny.yaml", "--out", "heads/tiny", code=1)
+    assert "heads/tiny: found something there" in complaint
+    _, complaint = peagle("export", "tiny.yaml", "--format", "x", "--out", "heads/other", code=2)
+    assert "export.format: found the text 'x'" in complaint
+
+
+def test_check_reports_what_was_proven(small: Path) -> None:
+    from peagle_train.export.layout import export_head
+    from peagle_train.recipe import load_recipe
+    from peagle_train.target.source import describe
+
+    facts = describe(load_recipe("tiny.yaml").target)
+    export_head(tiny_head(), Path("head"), target=facts)
     said, _ = peagle("check", "head", "--target", "tiny.yaml")
     assert "aux layers        1, 2" in said
     assert "head: no fault found" in said
