@@ -47,7 +47,8 @@ def settings_of(config: Any) -> dict[str, Any]:
 def facts_of(settings: Mapping[str, Any], model: str) -> TargetFacts:
     """Reads the settings of a target, named as transformers names them.
 
-    Nothing is guessed. Raises PeagleError for a class that is not supported and for a missing key.
+    Nothing is guessed here: a key that config.json leaves out has the value with which transformers
+    builds the model. Raises PeagleError for a class that is not supported and for a key without value.
     """
     architectures = settings.get("architectures")
     if not architectures:

@@ -107,13 +107,12 @@ class GGUFFile:
         kind = gguf.GGMLQuantizationType(entry.type_id)
         block, size = gguf.GGML_QUANT_SIZES[kind]
         *rows, columns = entry.shape
-        raw = np.memmap(
-            self.path,
-            dtype=np.uint8,
-            mode="r",
-            offset=self._data_start + entry.offset,
-            shape=(*rows, columns // block * size),
-        )
+        shape, start = (*rows, columns // block * size), self._data_start + entry.offset
+        if start + math.prod(shape) > self.path.stat().st_size:
+            raise CorruptError(
+                f"{self.path}: ends before the data of tensor {name!r}. Install the file again."
+            )
+        raw = np.memmap(self.path, dtype=np.uint8, mode="r", offset=start, shape=shape)
         if kind == gguf.GGMLQuantizationType.F32:
             return np.array(raw.view(np.float32).reshape(entry.shape))
         return np.array(gguf.quants.dequantize(raw, kind), dtype=np.float32).reshape(entry.shape)

@@ -52,6 +52,7 @@ def describe(section: TargetSection) -> TargetFacts:
     """
     if section.model.startswith(_PACKAGE):
         return facts_of(read_settings(GGUFFile(_packaged_gguf(section.model))), section.model)
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
@@ -60,6 +61,10 @@ def describe(section: TargetSection) -> TargetFacts:
             revision=section.revision,
             trust_remote_code=section.trust_remote_code,
         )
+    except StrictDataclassError as error:
+        raise PeagleError(
+            f"target {section.model}: its config.json does not fit its class: {error}"
+        ) from error
     except (OSError, ValueError) as error:
         raise _not_found(section, error) from error
     return facts_of(settings_of(config), section.model)
