@@ -154,7 +154,8 @@ def seal(
 def require(run: Run, stage: str) -> str:
     """The fingerprint of an earlier stage, proven to be finished and to fit the recipe of `run`.
 
-    This keeps `peagle train` from learning on states of yesterday's recipe. Raises PeagleError if the
+    This keeps `peagle train` from learning on states of yesterday's recipe. The stages before it are
+    held against the recipe too, as far as their folders are there. Raises PeagleError if the
     stage has not finished, and StaleError, naming the keys, if it was made from other inputs.
     """
     directory = run.stage_dir(stage)
@@ -173,9 +174,11 @@ def require(run: Run, stage: str) -> str:
         named = record.parts.get(earlier)
         if not isinstance(named, str) or earlier == stage:
             continue
-        before = read_record(run.stage_dir(earlier))
-        if before is not None and before.finished and before.fingerprint != named:
-            stale.append(f"{earlier}: {named[:8]} there, {before.fingerprint[:8]} now")
+        if read_record(run.stage_dir(earlier)) is None:
+            continue  # this folder came from elsewhere without those before it
+        now = require(run, earlier)  # first the cause, then what follows from it
+        if now != named:
+            stale.append(f"{earlier}: {named[:8]} there, {now[:8]} now")
     if stale:
         raise StaleError(
             f"{directory}: made from other inputs than the recipe's ({'; '.join(stale)}); run `{command}` to "

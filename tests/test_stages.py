@@ -245,6 +245,12 @@ class TestRequire:
         ):
             require(run, "extract")
 
+    def test_a_change_further_up_is_named_at_its_cause(self, tmp_path: Path) -> None:
+        run = self.run(tmp_path)
+        self.extracted(run, fingerprint(self.prepared(run)))
+        with pytest.raises(StaleError, match=r"answers: .*data\.max_new_tokens.*run `peagle prepare"):
+            require(self.run(tmp_path, "data.max_new_tokens=8"), "extract")
+
     def test_states_may_come_without_their_answers(self, tmp_path: Path) -> None:
         run = self.run(tmp_path)
         parts = self.extracted(run, "0123456789abcdef")
