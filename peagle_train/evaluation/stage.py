@@ -48,7 +48,7 @@ def evaluate(run: Run, console: Console) -> StageResult:
         PeagleError: an earlier stage is missing or stale, or the two measures disagree.
     """
     recipe = run.recipe
-    parts = {
+    parts: dict[str, Any] = {
         "stage": "evaluate",
         "format": FORMAT,
         "extract": require(run, "extract"),
@@ -153,9 +153,9 @@ def _one_loop(
     ):
         raise PeagleError(
             f"row {row_index} ({row.id}): the loop counted {counted.num_drafts} drafts, accepted "
-            f"{counted.accepted_at}; the stored answer gives {offline.num_drafts}, {offline.accepted_at}. They "
-            "must agree on the same answer: the stored states do not belong to this target, or their dtype "
-            "(states.dtype) is coarser than the target's."
+            f"{counted.accepted_at}; the stored answer gives {offline.num_drafts}, {offline.accepted_at}. "
+            "They must agree on the same answer: the stored states do not belong to this target, or their "
+            "dtype (states.dtype) is coarser than the target's."
         )
     return OneLoop(counted, len(spoken.token_ids), different is None, near_tie)
 

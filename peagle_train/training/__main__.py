@@ -1,4 +1,7 @@
-"""The training stage under any launcher: `accelerate launch -m peagle_train.training RECIPE [key=value ...]`."""
+"""The training stage under any launcher.
+
+accelerate launch -m peagle_train.training RECIPE [key=value ...]
+"""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ class Loop:
         saved = checkpoint.checkpoints(self.directory / "checkpoints")
         good = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was written yet"
         raise PeagleError(
-            f"step {step + 1}: loss {loss}, gradient norm {norm}: not finite. This step changed no weight and "
-            f"overwrote nothing; {good}, the best head {self.directory / 'best'}. Rows of the step: "
+            f"step {step + 1}: loss {loss}, gradient norm {norm}: not finite. This step changed no weight "
+            f"and overwrote nothing; {good}, the best head {self.directory / 'best'}. Rows of the step: "
             f"{[d.row for d in draws]}. Try a lower train.learning_rate, or train.precision: fp32."
         )
 

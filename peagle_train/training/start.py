@@ -36,6 +36,7 @@ def make_start(
     """Builds the head of a run.
 
     Args:
+        target: on the CPU, as the head is at first.
         rows: the training rows; their tokens choose the draft vocabulary and their states the mean.
         directory: the training folder; the vocabulary map is written there once and read ever after.
     """
@@ -47,16 +48,21 @@ def make_start(
     if head.config.reduced_vocabulary:
         head.set_draft_tokens(token_ids)
 
-    embeddings = target.embedding_table().detach().float().cpu()
+    embeddings = target.embedding_table()
     if section.initialise == "random":
         initialise_randomly(head, embeddings, recipe.seed)
     else:
-        layers = [layer.float().cpu() for layer in target.decoder_layers()[-section.layers :]]
+        layers = target.decoder_layers()
+        if len(layers) < section.layers:
+            raise PeagleError(
+                f"head.layers: {section.layers} layers cannot start from a target of {len(layers)}; "
+                "use fewer, or `initialise: random`"
+            )
         left = initialise_from_target(
             head,
             embeddings=embeddings,
-            output_rows=target.head_table()[token_ids.to(target.device)].detach().float().cpu(),
-            final_norm=target.final_norm_weight().detach().float().cpu(),
+            output_rows=target.head_table()[token_ids],
+            final_norm=target.final_norm_weight(),
             layers=layers,
             mean_aux=mean_aux,
             seed=recipe.seed,
