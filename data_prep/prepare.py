@@ -27,7 +27,6 @@ from data_prep.plan import (
 )
 from data_prep.prompts import collect
 from data_prep.workers import Work, run_jobs, split_job
-from peagle_train.errors import PeagleError
 from peagle_train.files import fingerprint
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, seal
@@ -89,7 +88,7 @@ def report(counts: dict[str, SetCounts], left_out: dict[str, dict[str, int]], co
         table.add_row(name, *(f"{number:,}" for number in numbers), reasons or "-")
     console.print(table)
     console.print(
-        "truncated: cut at data.max_new_tokens; empty: one token, so nothing is drafted or trained; left out, "
+        "truncated: cut at data.max_new_tokens; empty: one token, so nothing is drafted or trained; "
         "too long: over data.max_prompt_tokens",
         style="dim",
         highlight=False,
@@ -100,12 +99,6 @@ def _rows(run: Run, folder: Path) -> tuple[list[Rendered], dict[str, dict[str, i
     from transformers import AutoTokenizer
 
     data = run.recipe.data
-    longest = data.max_prompt_tokens + data.max_new_tokens
-    if longest > run.facts.max_position_embeddings:
-        raise PeagleError(
-            f"{run.source}: data.max_prompt_tokens + data.max_new_tokens = {longest} exceeds the "
-            f"{run.facts.max_position_embeddings} positions of {run.facts.model}; lower one of them"
-        )
     collected = collect(data)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=run.recipe.target.trust_remote_code)
     renderer = ChatRenderer(tokenizer, data.system_prompt)

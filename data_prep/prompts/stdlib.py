@@ -9,6 +9,7 @@ their originals) is used once, so no docstring is in two splits either.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import sys
@@ -62,6 +63,7 @@ class Documented:
         return ".".join(part for part in (self.module, self.owner, self.name) if part)
 
 
+@functools.cache  # several sets of a run draw from it, and parsing the library takes seconds
 def load() -> list[Prompt]:
     """All requests, in a fixed order; `group` is the module."""
     seen: set[str] = set()

@@ -1,0 +1,211 @@
+"""prepare, extract and show on a tiny twin. Workers' jobs are done in this process: it is quicker."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from data_prep import extract as extract_stage
+from data_prep import plan as plan_module
+from data_prep import prepare as prepare_stage
+from data_prep.extract import extract
+from data_prep.jobs import Job
+from data_prep.prepare import prepare
+from data_prep.show import show
+from data_prep.workers import split_job
+from peagle_train.errors import PeagleError
+from peagle_train.run import Run
+from peagle_train.stages import StageResult
+from peagle_train.store import AnswerStore, StateStore
+from tests.data_prep.inline import InlineJobs
+from tests.twins import tiny_llama
+
+RECIPE = """
+name: tiny
+output: {output}
+target: {{model: {target}, dtype: float32, device: cpu}}
+data:
+  train: {{source: {train}}}
+  validation: {{source: {validation}}}
+  heldout: {{mine: {{source: {heldout}}}}}
+  max_prompt_tokens: 60
+  max_new_tokens: 7
+  batch_size: 4
+  workers: 2
+states: {{dtype: float32}}
+head: {{layers: 1, aux_layers: [0, 2, 4], mask_token: <repo_name>}}
+train: {{steps: 1}}
+"""
+
+
+class Bench:
+    """A recipe on disk, a console to read, and a count of the batches that were really worked on."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.jobs = InlineJobs()
+        tiny_llama(folder / "target", layers=4)
+        for name, count in (("train", 9), ("validation", 3), ("heldout", 2)):
+            rows = [{"prompt": f"{name} question {'x' * number}"} for number in range(count)]
+            rows += [{"prompt": f"{name} {'y' * 90}"}] if name == "train" else []
+            self.jsonl(name, rows)
+        names = {name: str(folder / f"{name}.jsonl") for name in ("train", "validation", "heldout")}
+        self.recipe = folder / "tiny.yaml"
+        self.recipe.write_text(RECIPE.format(output=folder / "runs", target=folder / "target", **names))
+        self.text = io.StringIO()
+        self.console = Console(file=self.text, width=140)
+
+    def jsonl(self, name: str, rows: list[dict[str, str]]) -> None:
+        (self.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def __call__(self, stage: Callable[[Run, Console], StageResult], *overrides: str) -> StageResult:
+        self.jobs.batches.clear()
+        with Run.open(self.recipe, overrides, command=["test"]) as run:
+            return stage(run, self.console)
+
+    @property
+    def answers(self) -> Path:
+        return self.folder / "runs/tiny/answers"
+
+    @property
+    def states(self) -> Path:
+        return self.folder / "runs/tiny/states"
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    made = Bench(tmp_path)
+    monkeypatch.setattr(prepare_stage, "run_jobs", made.jobs)
+    monkeypatch.setattr(extract_stage, "run_jobs", made.jobs)
+    return made
+
+
+def test_prepare_keeps_states_and_extract_finds_them(bench: Bench) -> None:
+    result = bench(prepare)
+    assert not result.skipped and "14 rows, 98 tokens generated" in result.message
+    assert sorted(bench.jobs.batches) == [0, 1, 2, 3]
+    store, states = AnswerStore(bench.answers), StateStore(bench.states)
+    assert {name: count.rows for name, count in store.counts.items()} == {
+        "train": 9,
+        "validation": 3,
+        "mine": 2,
+    }
+    assert store.index["left_out"]["train"] == {"too long": 1}
+    assert "1 too long" in bench.text.getvalue()
+    for row in store.rows():
+        kept = states.read(row.row)
+        assert kept.token_ids.tolist() == row.token_ids
+        assert kept.loss_mask.tolist() == row.loss_mask
+        assert (kept.set, kept.id, kept.prompt_length) == (row.set, row.id, row.prompt_length)
+        assert kept.aux.shape == (len(row.token_ids) - 1, 3 * 64)
+    found = bench(extract)
+    assert found.skipped and "14 rows, kept while answering" in found.message and not bench.jobs.batches
+    assert bench(prepare).skipped
+
+
+def test_extract_makes_the_same_states_as_prepare_keeps(bench: Bench) -> None:
+    bench(prepare)
+    kept = StateStore(bench.states)
+    rows = {info.row: kept.read(info.row) for info in kept.info()}
+    bench(prepare, "states.keep_while_answering=false", "name=second")
+    second = bench.folder / "runs/second/states"
+    assert not second.exists()
+    bench(extract, "states.keep_while_answering=false", "name=second")
+    made = StateStore(second)
+    assert len(made) == len(rows)
+    for index, row in rows.items():
+        again = made.read(index)
+        assert torch.equal(again.token_ids, row.token_ids) and torch.equal(again.loss_mask, row.loss_mask)
+        torch.testing.assert_close(again.aux, row.aux, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(again.last, row.last, atol=2e-5, rtol=1e-4)
+
+
+def test_other_aux_layers_are_extracted_without_answering_again(bench: Bench) -> None:
+    bench(prepare)
+    assert bench(prepare, "head.aux_layers=[1]").skipped
+    result = bench(extract, "head.aux_layers=[1]")
+    assert not result.skipped and sorted(bench.jobs.batches) == [0, 1, 2, 3]
+    assert StateStore(bench.states).aux_layers == [1]
+
+
+def test_results_do_not_depend_on_the_number_of_workers(bench: Bench) -> None:
+    bench(prepare)
+    bench(prepare, "data.workers=1", "name=second")
+    first, second = AnswerStore(bench.answers), AnswerStore(bench.folder / "runs/second/answers")
+    assert first.batches() == second.batches()
+    one, two = StateStore(bench.states), StateStore(bench.folder / "runs/second/states")
+    assert all(torch.equal(one.read(info.row).aux, two.read(info.row).aux) for info in one.info())
+    assert bench(prepare, "data.workers=1").skipped  # and the number is no part of the fingerprint
+
+
+def test_batches_go_round_the_workers() -> None:
+    prompts: Any = {batch: [] for batch in range(7)}
+    job = Job("answer", "t", "float32", "cpu", False, None, None, prompts=prompts)
+    assert [sorted(part.prompts) for part in split_job(job, 3)] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [part.threads for part in split_job(job, 9)] == [1] * 7
+
+
+def test_only_missing_batches_are_redone(bench: Bench) -> None:
+    bench(prepare)
+    before = AnswerStore(bench.answers).batches()
+    # As after a kill: one answers batch unsealed, its states sealed, another's states half there.
+    for folder in (bench.answers, bench.states):
+        (folder / "index.json").unlink()
+        record = json.loads((folder / "stage.json").read_text())
+        (folder / "stage.json").write_text(json.dumps({**record, "finished": None, "seconds": None}))
+    for name in ("batch-00002.jsonl", "batch-00003.jsonl"):
+        (bench.answers / name).unlink()
+    (bench.states / "batch-00003.json").unlink()
+    (bench.states / ".batch-00003.safetensors.77.partial").write_bytes(b"half")
+    result = bench(prepare)
+    assert not result.skipped and sorted(bench.jobs.batches) == [2, 3]
+    assert AnswerStore(bench.answers).batches() == before
+    assert len(StateStore(bench.states)) == 14
+    assert not list(bench.states.glob(".*.partial"))
+
+
+def test_a_changed_prompt_file_is_never_answered_from_the_old_store(bench: Bench) -> None:
+    bench(prepare)
+    bench.jsonl("heldout", [{"prompt": "another question"}])
+    result = bench(prepare)
+    assert not result.skipped
+    assert {row.prompt for row in AnswerStore(bench.answers).rows("mine")} == {"another question"}
+    assert len(list(bench.answers.parent.glob("answers.old-*"))) == 1
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(plan_module.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(PeagleError, match=r"needs up to .* but the disk has 1\.0 kB free"):
+        bench(prepare)
+    assert not list(bench.answers.glob("batch-*")) and not bench.jobs.batches
+
+
+def test_show_marks_exactly_the_supervised_tokens(bench: Bench) -> None:
+    with pytest.raises(PeagleError, match=r"run `peagle prepare .*tiny\.yaml`"):
+        bench(lambda run, console: show(run, 2, console))  # type: ignore[arg-type, return-value]
+    bench(prepare)
+    bench.text.seek(0)
+    bench.text.truncate()
+    bench(lambda run, console: show(run, 3, console))  # type: ignore[arg-type, return-value]
+    text = bench.text.getvalue()
+    assert [line.split()[4] for line in text.splitlines() if line.startswith("--- row")] == [
+        "train",
+        "validation",
+        "mine",
+    ]
+    row = AnswerStore(bench.answers).rows("train")[0]
+    assert f"{len(row.token_ids)} tokens, 7 supervised, spans {row.spans}, finish length" in text
+    ids = text.split("ids: ")[1].split("\n")[0].split()
+    assert [token.startswith("*") for token in ids] == row.loss_mask
+    assert [int(token.lstrip("*")) for token in ids] == row.token_ids
+    assert "assistant\n>>" in text
