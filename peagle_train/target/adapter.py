@@ -89,10 +89,13 @@ class Target:
         Raises PeagleError for a class that is not supported and for weights that are not complete.
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
         name = str(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         facts = facts_of(settings_of(config), name)
+        # Our own bars tell how far a stage is; this one would interrupt them, once per worker.
+        logging.disable_progress_bar()
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
