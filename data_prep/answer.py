@@ -1,13 +1,15 @@
 """Greedy answers of the target, batched, with the hidden states of the same pass.
 
-    prompts, left-padded     generated                    fed to the target     states kept
-    . . p p p p              a a a e                      p p p p a a a         of exactly these
-    p p p p p p              a a a a a (max_new_tokens)   p p p p p p a a a a   of exactly these
+    prompts                  generated                    fed to the target     states kept
+    s s . . p p              a a a e                      s s p p a a a         of exactly these
+    s s p p p p              a a a a a (max_new_tokens)   s s p p p p a a a a   of exactly these
 
 The last token of a row is never fed, so a row of n tokens has n - 1 states: what the store wants, and
-not one pass more than the answer itself costs. Rows that end leave the batch, with their share of the
-KV cache, once an eighth of the batch has ended: moving the cache costs about as much as a step.
-Logits are computed for the last position of each row only.
+not one pass more than the answer itself costs. What all prompts of a batch begin with (`s`, usually the
+system turn) is computed once and its KV cache copied: a quarter of a short prompt. Then comes the
+padding, before the tokens that differ. Rows that end leave the batch, with their share of the cache,
+once an eighth of the batch has ended: moving the cache costs about as much as a step. Logits are
+computed for the last position of each row only.
 """
 
 from __future__ import annotations
@@ -50,21 +52,28 @@ def answer(
     """
     layers = tuple(aux_layers) if keep is not None else ()
     batch, width = len(prompts), max(len(prompt) for prompt in prompts)
-    ends = torch.tensor(target.end_token_ids, device=target.device)
-    padding = [width - len(prompt) for prompt in prompts]
-    ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
-    ids = ids.to(target.device)  # [B, width]; the id under padding is never seen
     total = width + max_new_tokens
-    mask = torch.ones(batch, total, dtype=torch.long, device=target.device)
-    for row, pad in enumerate(padding):
-        mask[row, :pad] = 0
-    positions = mask.cumsum(1).sub_(1).clamp_(min=0)  # [B, total]; padding counts as position 0
-    book = _Book(batch, total, keep)
+    ends = torch.tensor(target.end_token_ids, device=target.device)
+    shared = _shared_length(prompts) if _may_share(target, total) else 0
+    padding = [width - len(prompt) for prompt in prompts]
+    ids = torch.zeros(batch, width, dtype=torch.long)  # the id under padding is never seen
+    mask = torch.ones(batch, total, dtype=torch.long)
+    for row, (prompt, pad) in enumerate(zip(prompts, padding, strict=True)):
+        ids[row, :shared] = torch.tensor(prompt[:shared])
+        ids[row, shared + pad :] = torch.tensor(prompt[shared:])
+        mask[row, shared : shared + pad] = 0
+    ids, mask = ids.to(target.device), mask.to(target.device)
+    positions = mask.cumsum(1).sub_(1).clamp_(min=0)  # [B, total]; padding repeats the position before it
+    book = _Book(batch, total, shared, keep)
     cache = target.new_cache()
 
     rows = torch.arange(batch)  # which prompt each live row of the batch is
     running = torch.ones(batch, dtype=torch.bool)
-    start, feed = 0, ids
+    if shared:
+        tapped = target.forward(ids[:1, :shared], aux_layers=layers, cache=cache)
+        cache.select(torch.zeros(batch, dtype=torch.long))
+        book.keep_states(rows, 0, tapped.aux, tapped.last)
+    start, feed = shared, ids[:, shared:]
     for step in range(max_new_tokens):
         stop = width + step
         tapped = target.forward(
@@ -99,8 +108,8 @@ def answer(
 class _Book:
     """What a batch has generated so far, by prompt."""
 
-    def __init__(self, batch: int, total: int, keep: torch.dtype | None):
-        self._batch, self._total, self._keep = batch, total, keep
+    def __init__(self, batch: int, total: int, shared: int, keep: torch.dtype | None):
+        self._batch, self._total, self._shared, self._keep = batch, total, shared, keep
         self._tokens: list[list[int]] = [[] for _ in range(batch)]
         self._aux = self._last = torch.empty(0)
 
@@ -109,7 +118,7 @@ class _Book:
             self._tokens[row].append(token)
 
     def keep_states(self, rows: Tensor, start: int, aux: Tensor, last: Tensor) -> None:
-        """aux [b, s, A*H] and last [b, s, H] of the columns from `start` on."""
+        """aux [b or 1, s, A*H] and last [b or 1, s, H] of the columns from `start` on."""
         if self._keep is None:
             return
         if not self._last.numel():  # [B, width + max_new_tokens - 1, .]: the last token is never fed
@@ -124,5 +133,23 @@ class _Book:
         finish: Literal["stop", "length"] = "stop" if token_ids[-1] in ends else "length"
         if self._keep is None:
             return Answer(token_ids, len(prompt), finish, None, None)
-        span = slice(pad, pad + len(token_ids) - 1)
-        return Answer(token_ids, len(prompt), finish, self._aux[row, span], self._last[row, span])
+        columns = torch.arange(len(token_ids) - 1)
+        columns[self._shared :] += pad
+        return Answer(token_ids, len(prompt), finish, self._aux[row, columns], self._last[row, columns])
+
+
+def _shared_length(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens with which all prompts begin; each keeps at least one of its own. 0 for a single prompt."""
+    if len(prompts) < 2:
+        return 0
+    most = min(len(prompt) for prompt in prompts) - 1
+    first = prompts[0]
+    return next((i for i in range(most) if any(prompt[i] != first[i] for prompt in prompts)), most)
+
+
+def _may_share(target: Target, total: int) -> bool:
+    """Whether padding may stand between a prompt's tokens: not where a sliding window counts columns."""
+    config = target.model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    return window is None or kinds == {"full_attention"} or total <= window

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from peagle_train.target.adapter import Target
 from tests.twins import TWINS
 
 NEW = 12
+HEADER = [1, 33, 34, 35, 36, 37, 38, 39, 2, 5]
 PROMPTS = [
     [1, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50],
     [1, 60, 61],
@@ -48,15 +50,19 @@ def plain(target: Target, prompt: list[int]) -> list[int]:
     return ids
 
 
+@pytest.mark.parametrize("header", [[], HEADER], ids=["nothing_shared", "header_shared"])
 @pytest.mark.parametrize("kind", sorted(TWINS))
-def test_batched_answers_and_states_equal_row_by_row(make: Callable[[str], Target], kind: str) -> None:
+def test_batched_answers_and_states_equal_row_by_row(
+    make: Callable[[str], Target], kind: str, header: list[int]
+) -> None:
     target = make(kind)
+    prompts = [header + prompt for prompt in PROMPTS]
     # End tokens that the twin really emits, so that rows leave the batch at different steps.
-    free = [plain(target, prompt) for prompt in PROMPTS]
-    target.end_token_ids = (free[0][len(PROMPTS[0]) + 4], free[1][len(PROMPTS[1])])
+    free = [plain(target, prompt) for prompt in prompts]
+    target.end_token_ids = (free[0][len(prompts[0]) + 4], free[1][len(prompts[1])])
     layers = (0, 2, target.facts.num_layers)
-    found = answer(target, PROMPTS, max_new_tokens=NEW, aux_layers=layers, keep=torch.float32)
-    for prompt, row in zip(PROMPTS, found, strict=True):
+    found = answer(target, prompts, max_new_tokens=NEW, aux_layers=layers, keep=torch.float32)
+    for prompt, row in zip(prompts, found, strict=True):
         assert row.token_ids == plain(target, prompt)
         assert row.prompt_length == len(prompt)
         ended = row.token_ids[-1] in target.end_token_ids
@@ -87,6 +93,26 @@ def test_an_answer_of_the_end_token_alone(make: Callable[[str], Target]) -> None
     row = answer(target, [PROMPTS[1]], max_new_tokens=NEW, aux_layers=(1,), keep=torch.float32)[0]
     assert (len(row.token_ids) - row.prompt_length, row.finish) == (1, "stop")
     assert row.last is not None and row.last.shape[0] == len(PROMPTS[1])
+
+
+def test_what_all_prompts_begin_with_is_fed_once(
+    make: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make("llama")
+    fed: list[int] = []
+    forward = target.forward
+
+    def counted(input_ids: torch.Tensor, **settings: Any) -> Any:
+        fed.append(input_ids.numel())
+        return forward(input_ids, **settings)
+
+    monkeypatch.setattr(target, "forward", counted)
+    prompts = [HEADER + prompt for prompt in PROMPTS]
+    answer(target, prompts, max_new_tokens=1)
+    assert fed == [len(HEADER), len(PROMPTS) * max(len(prompt) for prompt in PROMPTS)]
+    fed.clear()
+    answer(target, [prompts[0], prompts[0]], max_new_tokens=1)
+    assert fed == [len(prompts[0]) - 1, 2]
 
 
 def test_no_states_unless_asked_and_every_token_reported(make: Callable[[str], Target]) -> None:
