@@ -82,10 +82,8 @@ def check_head(
     directory = Path(directory)
     shown = shown_as or str(directory)
     if not directory.is_dir():
-        raise HeadFault(
-            shown,
-            ["no such directory; expected one that `peagle export` wrote; check the path or export again"],
-        )
+        cure = f"check the path or {AGAIN}"
+        raise HeadFault(shown, [fault("directory", "missing", "one that `peagle export` wrote", cure)])
     faults: list[str] = []
 
     record = _read_object(directory / RECORD_FILE, faults) if (directory / RECORD_FILE).exists() else {}

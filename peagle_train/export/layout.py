@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ def export_head(
     target_reference: str | None = None,
     speculative_tokens: int = 5,
     extra: dict[str, Any] | None = None,
+    finish: Callable[[Path], object] | None = None,
 ) -> HeadReport:
     """Writes and proves one head directory.
 
@@ -69,6 +71,7 @@ def export_head(
         target_reference: folder or Hub id under which vLLM finds the target; default `target.model`.
         speculative_tokens: K written into a speculators config; plain ones get it when served.
         extra: recorded under `provenance` in export.json (run, seed, checkpoint ...).
+        finish: called with the proven, still temporary directory, to put more into it.
 
     Raises:
         HeadFault: the head does not fit the target, is not finite, or did not survive the way to the disk.
@@ -107,6 +110,8 @@ def export_head(
         write_json(temporary / RECORD_FILE, record)
         report = check_head(temporary, target, shown_as=str(directory))
         _prove_read_back(head, temporary, report, str(directory))
+        if finish is not None:
+            finish(temporary)
     return replace(report, directory=directory)
 
 
