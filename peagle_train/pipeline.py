@@ -134,7 +134,7 @@ def _serve_command(run: Run, console: Console) -> str:
     target = run.recipe.target.model
     if target.startswith("package:"):
         target = str(obtain(run.recipe.target, console))
-    return serve_command(run.head_dir, target, run.recipe.evaluate.k)
+    return serve_command(run.head_dir, target, run.recipe.evaluate.k, run.recipe.export.format)
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

@@ -187,7 +187,9 @@ def _card(
         acceptance=results.get("sets", {}),
         k=k,
         title=place.title,
-        serve=serve_command(served, str(target.get("reference", report.target or "TARGET")), k or DEFAULT_K),
+        serve=serve_command(
+            served, str(target.get("reference", report.target or "TARGET")), k or DEFAULT_K, report.format
+        ),
         fetch=fetch,
     )
     return make_card(facts, entries)

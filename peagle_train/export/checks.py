@@ -83,7 +83,9 @@ def check_head(
     shown = shown_as or str(directory)
     if not directory.is_dir():
         cure = f"check the path or {AGAIN}"
-        raise HeadFault(shown, [fault("directory", "missing", "one that `peagle export` wrote", cure)])
+        raise HeadFault(
+            shown, [fault("directory", "no such directory", "one that `peagle export` wrote", cure)]
+        )
     faults: list[str] = []
 
     record = _read_object(directory / RECORD_FILE, faults) if (directory / RECORD_FILE).exists() else {}
