@@ -91,27 +91,27 @@ def check_head(
     record = _read_object(directory / RECORD_FILE, faults) if (directory / RECORD_FILE).exists() else {}
     raw = _read_object(directory / CONFIG_FILE, faults)
     if raw is None:
+        faults += check_tensors(directory, None, None, claimed_own=None, facts={})[2]
         raise HeadFault(shown, faults)
 
     wrapped = speculators.is_wrapped(raw)
     plain = raw
     if wrapped:
         plain, found = speculators.unwrap(raw)
-        faults += [f"{CONFIG_FILE}: {fault}" for fault in found]
+        faults += [f"{CONFIG_FILE}: {line}" for line in found]
 
     facts = _target_facts(target, record or {})
     trained = _section(record or {}, "head")
     config, dtype, found = check_config(plain, facts=facts, trained=trained, wrapped=wrapped)
-    faults += [f"{CONFIG_FILE}: {fault}" for fault in found]
+    faults += [f"{CONFIG_FILE}: {line}" for line in found]
 
-    parameters = 0
-    weights = directory / WEIGHTS_FILE
     claimed_own = trained.get("own_embeddings")
     config, parameters, found = check_tensors(directory, config, dtype, claimed_own=claimed_own, facts=facts)
     faults += found
     faults += _checksum_faults(directory, record or {})
     if faults or config is None or dtype is None:
         raise HeadFault(shown, faults)
+    weights = directory / WEIGHTS_FILE
     return HeadReport(
         directory=directory,
         format="speculators" if wrapped else "plain",

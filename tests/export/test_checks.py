@@ -424,5 +424,6 @@ def test_missing_files_and_folders(exported, tmp_path: Path) -> None:
     assert faults_of(directory)[0].startswith(f"{WEIGHTS}: missing")
     (directory / CONFIG).unlink()
     assert faults_of(directory)[0].startswith(f"{CONFIG}: missing")
+    assert faults_of(directory)[1].startswith(f"{WEIGHTS}: missing")  # all at once here too
     (directory / CONFIG).mkdir()
     assert faults_of(directory)[0].startswith(f"{CONFIG}: cannot be read")
