@@ -97,7 +97,7 @@ class Case:
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
     """The interpreter that has vLLM: $VLLM_PYTHON, else .venv-vllm beside the sources."""
-    path = Path(os.environ.get("VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
+    path = Path(os.environ.get("VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python").absolute()
     if not path.is_file():
         pytest.fail(
             f"no vLLM interpreter at {path}; `make test-vllm` builds one, "
