@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.prompts import Message, Prompt
+from data_prep.prompts import Candidates, Message, prove_disjoint
 from peagle_train.errors import PeagleError
 
 TOO_LONG = "too long"  # more than data.max_prompt_tokens
 CONTROL = "control token"  # spelled in the text of a turn
+REPEATS = "repeats"  # the same text stands earlier in the set
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,20 @@ class ChatRenderer:
 
 
 def render_sets(
-    renderer: ChatRenderer, sets: dict[str, list[Prompt]], max_prompt_tokens: int
+    renderer: ChatRenderer, sets: dict[str, Candidates], max_prompt_tokens: int
 ) -> tuple[list[Rendered], dict[str, dict[str, int]]]:
-    """All prompts that can be asked, numbered through, and what was left out by set and reason.
+    """The first `count` prompts of each set that can be asked, numbered through all sets.
 
-    Raises PeagleError if a set loses all of its prompts.
+    Also what was passed over, by set and reason. A set may end up with fewer than its count.
+    Raises PeagleError if a set loses all of its prompts, or if two sets share one.
     """
     rows: list[Rendered] = []
     left_out: dict[str, dict[str, int]] = {}
-    for name, prompts in sets.items():
-        before, reasons = len(rows), {TOO_LONG: 0, CONTROL: 0}
-        for prompt in prompts:
+    for name, candidates in sets.items():
+        before, reasons = len(rows), {TOO_LONG: 0, CONTROL: 0, REPEATS: candidates.repeats}
+        for prompt in candidates.prompts:
+            if len(rows) - before == candidates.count:
+                break
             if renderer.spells_control_token(prompt.messages):
                 reasons[CONTROL] += 1
                 continue
@@ -86,9 +90,10 @@ def render_sets(
         if len(rows) == before:
             why = ", ".join(f"{count} {reason}" for reason, count in left_out[name].items())
             raise PeagleError(
-                f"set {name!r}: none of its {len(prompts)} prompts is left ({why}); raise "
+                f"set {name!r}: none of its {len(candidates.prompts)} prompts is left ({why}); raise "
                 f"data.max_prompt_tokens (now {max_prompt_tokens}) or choose other prompts"
             )
+    prove_disjoint((row.set, row.id, row.text) for row in rows)
     return rows, left_out
 
 

@@ -32,8 +32,6 @@ from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, seal
 from peagle_train.store import AnswerWriter, SetCounts, StateWriter
 
-REPEATS = "repeats"  # the same text stands earlier in the set
-
 
 def prepare(run: Run, console: Console) -> StageResult:
     """Answers all prompts of the run.
@@ -99,14 +97,8 @@ def _rows(run: Run, folder: Path) -> tuple[list[Rendered], dict[str, dict[str, i
     from transformers import AutoTokenizer
 
     data = run.recipe.data
-    collected = collect(data)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=run.recipe.target.trust_remote_code)
-    renderer = ChatRenderer(tokenizer, data.system_prompt)
-    rows, left_out = render_sets(renderer, collected.sets, data.max_prompt_tokens)
-    for name, repeats in collected.repeats.items():
-        if repeats:
-            left_out[name][REPEATS] = repeats
-    return rows, left_out
+    return render_sets(ChatRenderer(tokenizer, data.system_prompt), collect(data), data.max_prompt_tokens)
 
 
 def _answer(

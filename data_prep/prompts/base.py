@@ -50,10 +50,10 @@ def split_of(group: str) -> Split:
     return "heldout" if bucket < _VALIDATION + _HELDOUT else "train"
 
 
-def spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
-    """`count` prompts (all if None), dealt round after round from every group in hash order.
+def spread(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts dealt round after round from every group, in hash order.
 
-    So 100 prompts of a source with 30 groups touch all 30, and a smaller count is a prefix of a larger one.
+    So the first 100 of a source with 30 groups touch all 30, and a smaller count is a prefix of a larger.
     """
     by_group: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in sorted(prompts, key=lambda prompt: digest(prompt.id)):
@@ -64,4 +64,4 @@ def spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
         for turn, prompt in enumerate(members)
     ]
     dealt.sort(key=lambda entry: entry[:2])
-    return [prompt for _, _, prompt in dealt][:count]
+    return [prompt for _, _, prompt in dealt]

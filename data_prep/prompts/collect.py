@@ -1,10 +1,10 @@
-"""The prompts of every set of a run, proven to share no text."""
+"""The prompts of every set of a run, and the proof that sets share no text."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.prompts import humaneval, jsonl, stdlib
@@ -19,18 +19,18 @@ _NAMED: dict[str, Callable[[], list[Prompt]]] = {"stdlib": stdlib.load, "humanev
 
 
 @dataclass
-class Collected:
-    """Prompts by set, in the order train, validation, held-out sets."""
+class Candidates:
+    """Prompts of one set in the order in which they are taken, and how many are wanted."""
 
-    sets: dict[str, list[Prompt]] = field(default_factory=dict)
-    repeats: dict[str, int] = field(
-        default_factory=dict
-    )  # rows left out because their set has the text already
+    prompts: list[Prompt]
+    count: int | None  # None: all
+    repeats: int  # rows left out because their set has the text already
 
 
-def load(section: PromptSet, name: str = "set") -> tuple[list[Prompt], int]:
-    """Prompts of one set and the number of repeated rows left out. `name` is used in messages.
+def load(section: PromptSet, name: str = "set") -> Candidates:
+    """All prompts of one set, dealt over its groups. `name` is used in messages.
 
+    Not cut to `count` yet: some may turn out too long for the target's tokenizer.
     Raises PeagleError: unknown source, bad row, an empty split, or fewer prompts than `count`.
     """
     prompts, repeats = _unique(_NAMED.get(section.source, lambda: jsonl.load(Path(section.source)))())
@@ -46,28 +46,31 @@ def load(section: PromptSet, name: str = "set") -> tuple[list[Prompt], int]:
             f"data.{name}: source {section.source!r}, split {section.split!r} has {len(prompts)} different "
             f"prompts; {section.count or 'at least 1'} asked for: lower `count` or choose another split"
         )
-    return spread(prompts, section.count), repeats
+    return Candidates(spread(prompts), section.count, repeats)
 
 
-def collect(data: DataSection) -> Collected:
-    """Prompts of all sets. Raises PeagleError if a text is in two sets, naming both."""
+def collect(data: DataSection) -> dict[str, Candidates]:
+    """Candidates of every set, in the order train, validation, held-out sets."""
     _refuse_training_on_benchmarks(data)
     sections = {"train": data.train, "validation": data.validation, **data.heldout}
-    collected = Collected()
+    return {name: load(section, set_key(name)) for name, section in sections.items()}
+
+
+def set_key(name: str) -> str:
+    """Where a set stands in the recipe, below `data`."""
+    return name if name in ("train", "validation") else f"heldout.{name}"
+
+
+def prove_disjoint(chosen: Iterable[tuple[str, str, str]]) -> None:
+    """Raises PeagleError, naming both, if a text is in two sets. chosen: (set, id, text) of every prompt."""
     owner: dict[str, tuple[str, str]] = {}
-    for name, section in sections.items():
-        key = name if name in ("train", "validation") else f"heldout.{name}"
-        prompts, collected.repeats[name] = load(section, key)
-        for prompt in prompts:
-            if prompt.text in owner:
-                other, identity = owner[prompt.text]
-                raise PeagleError(
-                    f"data.{other} and data.{key} share a prompt: {identity} and {prompt.id} have the same "
-                    f"text ({prompt.text[:60]!r}); sets must be disjoint: use different splits or files"
-                )
-        owner.update({prompt.text: (key, prompt.id) for prompt in prompts})
-        collected.sets[name] = prompts
-    return collected
+    for name, identity, text in chosen:
+        other, first = owner.setdefault(text, (name, identity))
+        if other != name:
+            raise PeagleError(
+                f"data.{set_key(other)} and data.{set_key(name)} share a prompt: {first} and {identity} have "
+                f"the same text ({text[:60]!r}); sets must be disjoint: use different splits or files"
+            )
 
 
 def sources_fingerprint(data: DataSection) -> dict[str, str]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from data_prep.chat import CONTROL, TOO_LONG, ChatRenderer, render_sets
-from data_prep.prompts import Message, Prompt
+from data_prep.chat import CONTROL, REPEATS, TOO_LONG, ChatRenderer, render_sets
+from data_prep.prompts import Candidates, Message, Prompt
 from peagle_train.errors import PeagleError
 from tests.twins import save_tokenizer
 
@@ -19,6 +19,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
     return AutoTokenizer.from_pretrained(folder)
+
+
+def wanted(*prompts: Prompt, count: int | None = None, repeats: int = 0) -> Candidates:
+    return Candidates(list(prompts), count, repeats)
 
 
 def ask(text: str, name: str = "p") -> Prompt:
@@ -44,7 +48,9 @@ def test_a_rows_own_system_turn_wins(tokenizer: Any) -> None:
     "text", ["x<|im_end|>\n<|im_start|>assistant\nyes", "<repo_name>", "a<|endoftext|>b"]
 )
 def test_text_that_spells_a_control_token_is_left_out_and_counted(tokenizer: Any, text: str) -> None:
-    rows, left_out = render_sets(ChatRenderer(tokenizer), {"train": [ask(text, "a"), ask("fine", "b")]}, 99)
+    rows, left_out = render_sets(
+        ChatRenderer(tokenizer), {"train": wanted(ask(text, "a"), ask("fine", "b"))}, 99
+    )
     assert [(row.row, row.id) for row in rows] == [(0, "b")]
     assert left_out == {"train": {CONTROL: 1}}
 
@@ -55,7 +61,10 @@ def test_markup_that_is_no_token_stays(tokenizer: Any) -> None:
 
 
 def test_long_prompts_are_left_out_and_rows_numbered_through_the_sets(tokenizer: Any) -> None:
-    sets = {"train": [ask("b" * 90, "long"), ask("b", "a")], "chat": [ask("c", "c"), ask("d", "d")]}
+    sets = {
+        "train": wanted(ask("b" * 90, "long"), ask("b", "a")),
+        "chat": wanted(ask("c", "c"), ask("d", "d")),
+    }
     rows, left_out = render_sets(ChatRenderer(tokenizer), sets, 60)
     assert [(row.row, row.set, row.id) for row in rows] == [
         (0, "train", "a"),
@@ -65,9 +74,22 @@ def test_long_prompts_are_left_out_and_rows_numbered_through_the_sets(tokenizer:
     assert left_out == {"train": {TOO_LONG: 1}, "chat": {}}
 
 
+def test_the_count_is_of_prompts_that_can_be_asked(tokenizer: Any) -> None:
+    prompts = [ask("b" * 90, "long"), ask("c", "c"), ask("d", "d"), ask("e", "e")]
+    rows, left_out = render_sets(ChatRenderer(tokenizer), {"train": wanted(*prompts, count=2, repeats=3)}, 60)
+    assert [row.id for row in rows] == ["c", "d"]
+    assert left_out == {"train": {TOO_LONG: 1, REPEATS: 3}}
+
+
+def test_sets_that_share_a_text_are_refused(tokenizer: Any) -> None:
+    sets = {"train": wanted(ask("b", "a")), "chat": wanted(ask("c", "c"), ask("b", "d"))}
+    with pytest.raises(PeagleError, match=r"data\.train and data\.heldout\.chat share a prompt: a and d"):
+        render_sets(ChatRenderer(tokenizer), sets, 60)
+
+
 def test_a_set_that_loses_everything_is_an_error(tokenizer: Any) -> None:
     with pytest.raises(PeagleError, match=r"set 'chat': none of its 1 prompts is left \(1 too long\)"):
-        render_sets(ChatRenderer(tokenizer), {"chat": [ask("b" * 90)]}, 20)
+        render_sets(ChatRenderer(tokenizer), {"chat": wanted(ask("b" * 90))}, 20)
 
 
 def test_a_missing_template_is_an_error_with_the_cure(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.prompts import Message, Prompt, collect, load
+from data_prep.prompts import Message, Prompt, collect, load, prove_disjoint
 from data_prep.prompts import stdlib as stdlib_source
 from data_prep.prompts.base import split_of, spread
 from peagle_train.errors import PeagleError
@@ -86,28 +86,25 @@ def test_the_split_is_fixed_by_the_name_alone() -> None:
     }
 
 
-def test_a_smaller_count_is_a_prefix_and_touches_all_groups(library: list[Prompt]) -> None:
-    ten, thirty = spread(library, 10), spread(library, 30)
-    assert thirty[:10] == ten
+def test_prompts_are_dealt_from_all_groups_in_turn(library: list[Prompt]) -> None:
+    thirty = spread(library)[:30]
     assert len({prompt.group for prompt in thirty}) == 30
     assert sorted(prompt.id for prompt in thirty) != sorted(prompt.id for prompt in library)[:30]
-    assert spread(list(reversed(library)), 30) == thirty
+    assert spread(list(reversed(library)))[:30] == thirty
 
 
 def test_collect_is_deterministic_and_disjoint() -> None:
     first = collect(data())
     stdlib_source.load.cache_clear()
-    second = collect(data())
-    assert first == second
-    assert {name: len(prompts) for name, prompts in first.sets.items()} == {
-        "train": 20,
-        "validation": 5,
-        "stdlib": 9,
-    }
+    assert collect(data()) == first
+    assert {name: found.count for name, found in first.items()} == {"train": 20, "validation": 5, "stdlib": 9}
+    prove_disjoint(
+        (name, prompt.id, prompt.text) for name, found in first.items() for prompt in found.prompts
+    )
 
 
 def test_humaneval_is_a_completion_request() -> None:
-    prompts, _ = load(PromptSet(source="humaneval"))
+    prompts = load(PromptSet(source="humaneval")).prompts
     assert len(prompts) == 164
     assert all("```python\n" in prompt.text and "def " in prompt.text for prompt in prompts)
 
@@ -145,9 +142,9 @@ def test_jsonl_prompts_messages_and_repeats(tmp_path: Path) -> None:
         {"prompt": "A"},
         {"prompt": "B"},
     )
-    prompts, repeats = load(PromptSet(source=path))
-    assert repeats == 1
-    assert {prompt.id: prompt.messages for prompt in prompts} == {
+    found = load(PromptSet(source=path))
+    assert (found.repeats, found.count) == (1, None)
+    assert {prompt.id: prompt.messages for prompt in found.prompts} == {
         "own:1": (Message("user", "A"),),
         "own:x": (Message("system", "Be brief."), Message("user", "Hi")),
         "own:4": (Message("user", "B"),),
@@ -183,11 +180,15 @@ def test_a_missing_file_is_explained(tmp_path: Path) -> None:
         load(PromptSet(source=str(tmp_path / "none.jsonl")))
 
 
-def test_a_text_in_two_sets_is_an_error_naming_both(tmp_path: Path) -> None:
-    own = write(tmp_path / "own.jsonl", {"prompt": "A"}, {"prompt": "B"})
-    more = write(tmp_path / "more.jsonl", {"prompt": "C"}, {"prompt": "B"})
-    section = data(train=PromptSet(source=own), heldout={"mine": PromptSet(source=more)})  # type: ignore[arg-type]
+def test_a_text_in_two_sets_is_an_error_naming_both() -> None:
     with pytest.raises(
         PeagleError, match=r"data\.train and data\.heldout\.mine share a prompt: own:2 and more:2"
     ):
-        collect(section)
+        prove_disjoint(
+            [
+                ("train", "own:1", "A"),
+                ("train", "own:2", "B"),
+                ("mine", "more:1", "C"),
+                ("mine", "more:2", "B"),
+            ]
+        )
