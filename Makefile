@@ -15,8 +15,6 @@ VLLM_PYTHON ?= .venv-vllm/bin/python
 BIN := .venv/bin
 
 export PYTHON TORCH VLLM_PYTHON
-# Threads that wait asleep leave the cores to those that work.
-export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-vllm test-all lint format wheel lock

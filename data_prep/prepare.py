@@ -63,7 +63,7 @@ def prepare(run: Run, console: Console) -> StageResult:
         console.print(f"{len(sealed)} of {len(batches)} batches are there already", highlight=False)
     work = _answer(run, folder, todo, plan, writer, console)
     if plan is not None:
-        _seal_states(run, plan, of_states, batches, time.monotonic() - started)
+        _seal_states(run, plan, of_states, batches)
     counts = writer.seal(left_out)
     report(counts, left_out, console)
     generated = sum(count.generated_tokens for count in counts.values())
@@ -143,10 +143,10 @@ def _seal_states(
     plan: StatesPlan,
     parts: dict[str, object],
     batches: dict[int, list[Rendered]],
-    seconds: float,
 ) -> None:
     """Finishes the states store, unless a batch was answered earlier without states: `extract` adds those."""
     writer = StateWriter(run.states_dir, plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype)
     if writer.sealed_batches() == set(batches):
         writer.seal()
-        seal(run.states_dir, parts, seconds, "kept while answering")
+        # The answering pass is counted once, by prepare.
+        seal(run.states_dir, parts, 0.0, "kept while answering")

@@ -73,9 +73,8 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     k = summary["k"]
     table = Table(title=f"Acceptance on held-out prompts, K = {k}, greedy")
     table.add_column("prompt set")
-    for head in ("prompts", "drafts", "acceptance length", f"accepted at position 1..{k}"):
-        table.add_column(head, justify="right")
-    table.add_column("loop = greedy decoding")
+    for head in ("prompts", "drafts", "length", f"accepted at 1..{k}", "loop"):
+        table.add_column(head, justify="right", no_wrap=True)
     for name, figures in summary["sets"].items():
         table.add_row(
             name,
@@ -83,17 +82,20 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
             f"{figures['num_drafts']:,}",
             f"{figures['acceptance_length']:.2f}",
             " ".join(f"{share:.2f}" for share in figures["per_position"]),
-            _loop_words(figures["loop"]),
+            f"{figures['loop']['acceptance_length']:.2f}" if figures["loop"] else "–",
         )
     console.print()
     console.print(table)
+    for name, figures in summary["sets"].items():
+        console.print(f"{name}: {_loop_words(figures['loop'])}", markup=False, highlight=False)
+    console.print()
     times = Table(title="Seconds per stage")
     times.add_column("stage")
     times.add_column("seconds", justify="right")
     times.add_column("")
     for name, stage in summary["stages"].items():
         times.add_row(
-            name, f"{stage['seconds']:,.1f}", "done before, skipped now" if stage["skipped"] else ""
+            name, f"{stage['seconds']:,.1f}", "skipped: nothing was left to do" if stage["skipped"] else ""
         )
     times.add_row("all", f"{summary['seconds']:,.1f}", "")
     console.print(times)
@@ -102,11 +104,14 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def _loop_words(loop: Mapping[str, Any] | None) -> str:
+    """What the speculative loop showed, in a sentence."""
     if loop is None:
-        return "not run"
-    verdict = "yes" if loop["lossless"] else "NO"
-    ties = f", {loop['near_ties']} near ties" if loop["near_ties"] else ""
-    return f"{verdict}, {loop['prompts']} prompts{ties}, length {loop['acceptance_length']:.2f}"
+        return "no prompt went through the speculative loop"
+    verdict = "equal" if loop["lossless"] else "NOT EQUAL"
+    return (
+        f"{loop['prompts']} prompts through the speculative loop, output {verdict} to greedy decoding, "
+        f"{loop['near_ties']} near ties"
+    )
 
 
 def _sets(run: Run) -> dict[str, Any]:

@@ -101,6 +101,14 @@ def greedy(target: Target, prompt_ids: list[int], max_new_tokens: int) -> Greedy
     return result
 
 
+@torch.no_grad()
+def gap_after(target: Target, token_ids: list[int]) -> float:
+    """How far the target's two best logits lie apart after these tokens."""
+    states = target.forward(_row(token_ids, target), aux_layers=())
+    best = target.logits(states.last[0, -1]).topk(2).values
+    return float(best[0] - best[1])
+
+
 def first_difference(ours: list[int], plain: list[int]) -> int | None:
     """Index of the first differing token (a missing one differs), None when the two are equal."""
     for index, (a, b) in enumerate(zip(ours, plain, strict=False)):

@@ -2,10 +2,10 @@
 
     offline   all rows of a set, from their stored answers, one teacher-forced pass each
     loop      a few rows of each set through real speculative decoding, whose output must be the
-              target's plain greedy output
+              stored answer: the target's plain greedy decoding, made without any head
 
-Where the loop reproduced the stored answer, both must have counted the same; a difference is an error,
-not a footnote. Reads states/ and head/, writes evaluation/results.json.
+Where the loop reproduced the answer, both must have counted the same; a difference is an error, not a
+footnote. Reads states/ and head/, writes evaluation/results.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from peagle_train.errors import PeagleError
-from peagle_train.evaluation.loop import NEAR_TIE, first_difference, greedy, speculate
+from peagle_train.evaluation.loop import NEAR_TIE, first_difference, gap_after, speculate
 from peagle_train.export.layout import read_head
 from peagle_train.files import write_json
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
@@ -142,10 +142,9 @@ def _one_loop(
 ) -> OneLoop:
     row = store.read(row_index)
     prompt, stored = row.token_ids[: row.prompt_length].tolist(), row.token_ids[row.prompt_length :].tolist()
-    plain = greedy(target, prompt, len(stored))
     spoken = speculate(target, head, prompt, k, len(stored))
-    different = first_difference(spoken.token_ids, plain.token_ids)
-    near_tie = different is not None and different < len(plain.gaps) and plain.gaps[different] < NEAR_TIE
+    different = first_difference(spoken.token_ids, stored)
+    near_tie = different is not None and gap_after(target, [*prompt, *stored[:different]]) < NEAR_TIE
     counted = spoken.acceptance
     if spoken.token_ids == stored and (counted.num_drafts, counted.accepted_at) != (
         offline.num_drafts,

@@ -43,20 +43,23 @@ class RMSNorm(nn.Module):
 class Rotary(nn.Module):
     """Rotary position embedding, halves rotated against each other.
 
-    Frequencies and angles are float32, as the server computes them: a finer table would differ from
-    the served one by up to 0.006 rad at position 100,000.
+    Frequencies are float32, as the server computes them, whatever the head's dtype: rounded to bfloat16
+    they would turn far positions by whole radians. They are no buffer, so no cast of the head reaches them.
     """
-
-    frequencies: Tensor
 
     def __init__(self, head_dim: int, theta: float):
         super().__init__()
-        frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.head_dim, self.theta = head_dim, theta
+
+    def frequencies(self, device: torch.device | str = "cpu") -> Tensor:
+        """[D/2] float32, radians per position."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
+        return 1.0 / self.theta**exponents
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin for positions [N], each [N, 1, D/2]."""
-        angles = positions[:, None, None].to(self.frequencies.dtype) * self.frequencies
+        """cos and sin for positions [N], each [N, 1, D/2], computed in at least float32."""
+        wide = torch.promote_types(dtype, torch.float32)
+        angles = positions[:, None, None].to(wide) * self.frequencies(positions.device).to(wide)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

@@ -79,9 +79,9 @@ def _forward(head: PEagleHead, document: Document, rows: list[tuple[int, int]]) 
 
     def rotate(x: Tensor, position: int) -> Tensor:  # [heads, D]
         half = config.head_dim // 2
-        turned = []
+        turned, frequencies = [], head.rotary.frequencies().double()
         for i in range(half):
-            angle = position * head.rotary.frequencies[i].double()
+            angle = position * frequencies[i]
             turned.append(
                 (
                     x[:, i] * angle.cos() - x[:, i + half] * angle.sin(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peagle_train.evaluation.loop import first_difference, greedy, speculate
+from peagle_train.evaluation.loop import first_difference, gap_after, greedy, speculate
 from peagle_train.head.acceptance import offline_acceptance
 from peagle_train.head.config import HeadConfig
 from peagle_train.head.model import PEagleHead
@@ -64,6 +64,7 @@ def test_lossless_and_equal_to_the_offline_measure(made: Made, k: int, layers: i
         plain = greedy(made.target, prompt, len(answer))
         spoken = speculate(made.target, head, prompt, k, len(answer))
         assert spoken.token_ids == plain.token_ids == answer
+        assert gap_after(made.target, [*prompt, *answer[:5]]) == pytest.approx(plain.gaps[5], abs=1e-4)
         (offline,) = offline_acceptance(head, [documents.full(row)], k)
         counts = spoken.acceptance
         assert (counts.num_drafts, counts.accepted_at) == (offline.num_drafts, offline.accepted_at)
