@@ -1,0 +1,160 @@
+"""The whole road on a tiny target: from prompts to a measured head, twice, killed, changed and launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from peagle_train import Run, run_all
+from peagle_train.errors import PeagleError
+from peagle_train.export.checks import check_head
+from peagle_train.pipeline import run_stage
+from tests.twins import tiny_llama
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of seconds: 8 questions of the user's own to train on, 4 to choose by, 4 to report on."""
+    folder = tmp_path_factory.mktemp("road")
+    tiny_llama(folder / "target")
+    for name, first, count in (("train", 0, 8), ("validation", 20, 4), ("heldout", 40, 4)):
+        lines = [json.dumps({"prompt": f"What is {n} plus {n}?"}) for n in range(first, first + count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    values = {
+        "name": "twin",
+        "output": str(folder / "runs"),
+        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
+        "data": {
+            "train": {"source": str(folder / "train.jsonl")},
+            "validation": {"source": str(folder / "validation.jsonl")},
+            "heldout": {"sums": {"source": str(folder / "heldout.jsonl")}},
+            "max_new_tokens": 20,
+            "batch_size": 8,
+            "workers": 1,
+        },
+        "states": {"dtype": "float32"},
+        "head": {"layers": 1, "aux_layers": [1, 2, 3], "mask_token": "unused", "draft_vocab_size": 64},
+        "train": {
+            "positions": 5,
+            "steps": 12,
+            "batch_rows": 4,
+            "learning_rate": 2e-3,
+            "precision": "fp32",
+            "validate_every": 6,
+            "checkpoint_every": 6,
+        },
+        "export": {"dtype": "float32"},
+        "evaluate": {"k": 4, "loop_prompts": 3},
+    }
+    path = folder / "twin.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture(scope="module")
+def done(recipe: Path) -> dict:
+    """The summary of a first, whole run."""
+    with Run.open(recipe) as run:
+        return run_all(run, Console(quiet=True))
+
+
+def test_the_summary_says_what_users_and_machines_need(done: dict, recipe: Path) -> None:
+    figures = done["sets"]["sums"]
+    assert figures["prompts"] == 4 and figures["num_drafts"] > 0
+    assert figures["acceptance_length"] == pytest.approx(
+        1 + figures["num_accepted"] / figures["num_drafts"], abs=1e-4
+    )
+    assert len(figures["per_position"]) == 4
+    assert figures["loop"]["lossless"] is True and figures["loop"]["prompts"] == 3
+    assert set(done["stages"]) == {"prepare", "extract", "train", "export", "evaluate"}
+    assert (done["seed"], done["steps"]) == (0, 12)
+    assert done["versions"]["torch"]
+    run = recipe.parent / "runs" / "twin"
+    assert json.loads((run / "summary.json").read_text()) == done
+    assert (run / "recipe.resolved.yaml").is_file() and (run / "run.json").is_file()
+    check_head(run / "head", None)
+
+
+def test_a_second_run_does_nothing_again(done: dict, recipe: Path) -> None:
+    with Run.open(recipe) as run:
+        again = run_all(run, Console(quiet=True))
+    assert all(stage["skipped"] for stage in again["stages"].values())
+    assert again["sets"] == done["sets"] and again["weights_sha256"] == done["weights_sha256"]
+
+
+def test_the_same_seed_gives_the_same_head_from_scratch(done: dict, recipe: Path) -> None:
+    with Run.open(recipe, ["name=again"]) as run:
+        again = run_all(run, Console(quiet=True))
+    assert again["weights_sha256"] == done["weights_sha256"]
+    assert again["sets"] == done["sets"]
+
+
+@pytest.mark.slow
+def test_states_made_by_a_second_pass_give_the_same_head_length(done: dict, recipe: Path) -> None:
+    with Run.open(recipe, ["name=second", "states.keep_while_answering=false"]) as run:
+        again = run_all(run, Console(quiet=True))
+    assert not again["stages"]["extract"]["skipped"]
+    ours, theirs = again["sets"]["sums"], done["sets"]["sums"]
+    assert ours["num_drafts"] == pytest.approx(theirs["num_drafts"], abs=3)
+
+
+def test_a_changed_recipe_trains_anew_and_keeps_the_old(done: dict, recipe: Path) -> None:
+    shutil.copytree(recipe.parent / "runs" / "twin", recipe.parent / "runs" / "changed")
+    with Run.open(recipe, ["name=changed", "train.learning_rate=5e-4"]) as run:
+        again = run_all(run, Console(quiet=True))
+        skipped = {name: stage["skipped"] for name, stage in again["stages"].items()}
+        assert skipped["prepare"] and skipped["extract"] and not skipped["train"] and not skipped["export"]
+        assert again["weights_sha256"] != done["weights_sha256"]
+        assert list(run.directory.glob("training.old-*")) and list(run.directory.glob("head.old-*"))
+
+
+def test_stages_out_of_order_name_the_one_to_run(recipe: Path) -> None:
+    with Run.open(recipe, ["name=empty"]) as run:
+        for stage in ("extract", "train", "export", "evaluate"):
+            with pytest.raises(PeagleError, match=r"has not run; run `peagle"):
+                run_stage(run, stage, Console(quiet=True))
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_training_stage_under_a_launcher(done: dict, recipe: Path, processes: int) -> None:
+    """One process trains the same head as `peagle train`; two share each step's rows."""
+    name, rows = f"launched{processes}", 4 // processes
+    runs = recipe.parent / "runs"
+    (runs / name).mkdir()
+    for stage in ("answers", "states"):
+        shutil.copytree(runs / "twin" / stage, runs / name / stage)
+    launch = (
+        ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
+        if processes == 1
+        else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    )
+    done_by = subprocess.run(
+        [
+            sys.executable,
+            *launch,
+            "-m",
+            "peagle_train.training",
+            str(recipe),
+            f"name={name}",
+            f"train.batch_rows={rows}",
+        ],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done_by.returncode == 0, done_by.stderr[-3000:]
+
+    def losses(run: str) -> list[float]:
+        lines = (runs / run / "training" / "log.jsonl").read_text().splitlines()
+        return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+    assert losses(name) == pytest.approx(losses("twin"), rel=1e-4)
