@@ -32,10 +32,10 @@ from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
 from peagle_train.head.model import PEagleHead
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, require, seal
+from peagle_train.store.documents import Documents
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
-from peagle_train.training.data import Documents
 
 FORMAT = "peagle-evaluation-1"
 ROWS_AT_ONCE = 8

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peagle_train.head.alignment import trainable_depths
-from peagle_train.head.batch import Document
-from peagle_train.head.sampling import document_generator, full_depths, sample_depths
-from peagle_train.store.states import StateStore
+from peagle_train.head.sampling import document_generator
 
 
 @dataclass(frozen=True)
@@ -50,32 +47,3 @@ class Stream:
         """The draws of one process in one step; `rows` counts those of all processes."""
         start = step * rows
         return [self.at(i) for i in range(start + rank, start + rows, world)]
-
-
-class Documents:
-    """Rows of a store as the head sees them."""
-
-    def __init__(self, store: StateStore, positions: int):
-        self.store, self.positions = store, positions
-
-    def sampled(self, draw: Draw, *, seed: int, rate: float, floor: float) -> Document:
-        """A row with the COD draw of its epoch."""
-        row = self.store.read(draw.row)
-        generator = document_generator(seed, draw.epoch, draw.row)
-        kept = sample_depths(trainable_depths(row.loss_mask), self.positions, rate, floor, generator)
-        return Document(row.token_ids, row.aux, row.last, kept)
-
-    def full(self, row_index: int) -> Document:
-        """A row with all its trainable chains: for validation."""
-        row = self.store.read(row_index)
-        kept = full_depths(trainable_depths(row.loss_mask), self.positions)
-        return Document(row.token_ids, row.aux, row.last, kept)
-
-
-def trainable_rows(store: StateStore, set_name: str) -> list[int]:
-    """Rows of a set with at least one trainable chain: a generated token after the first of its turn."""
-    return [
-        info.row
-        for info in store.info(set_name)
-        if info.supervised > 1 and bool(trainable_depths(store.read(info.row).loss_mask).any())
-    ]

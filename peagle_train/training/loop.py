@@ -29,9 +29,10 @@ from peagle_train.head.batch import PackedBatch, pack
 from peagle_train.head.loss import count_elements
 from peagle_train.head.model import PEagleHead
 from peagle_train.recipe.schema import TrainSection
+from peagle_train.store.documents import Documents
 from peagle_train.training import checkpoint
 from peagle_train.training.checkpoint import Progress as Standing
-from peagle_train.training.data import Documents, Draw, Stream
+from peagle_train.training.data import Draw, Stream
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.schedule import learning_rate_at
 
@@ -155,7 +156,8 @@ class Loop:
     def _pack(self, draws: Sequence[Draw]) -> PackedBatch:
         cod = self.section.cod
         documents = [
-            self.data.documents.sampled(d, seed=self.seed, rate=cod.rate, floor=cod.floor) for d in draws
+            self.data.documents.sampled(d.row, d.epoch, seed=self.seed, rate=cod.rate, floor=cod.floor)
+            for d in draws
         ]
         return pack(documents).to(self.accelerator.device)
 

@@ -19,10 +19,11 @@ from rich.console import Console
 from peagle_train.errors import PeagleError
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, require, seal
+from peagle_train.store.documents import Documents, trainable_rows
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
-from peagle_train.training.data import Documents, Stream, trainable_rows
+from peagle_train.training.data import Stream
 from peagle_train.training.loop import Loop, TrainingSet
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.start import make_start

@@ -10,7 +10,7 @@ from peagle_train.head.acceptance import offline_acceptance
 from peagle_train.head.config import HeadConfig
 from peagle_train.head.model import PEagleHead
 from peagle_train.head.session import DraftSession
-from peagle_train.training.data import Documents
+from peagle_train.store.documents import Documents
 from tests.training.conftest import AUX_LAYERS, Made, made
 
 __all__ = ["made"]

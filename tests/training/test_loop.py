@@ -16,8 +16,9 @@ from peagle_train.errors import CorruptError, PeagleError
 from peagle_train.files import read_json
 from peagle_train.head.io import load_head
 from peagle_train.recipe.schema import CodSection, HeadSection, TrainSection
+from peagle_train.store.documents import Documents, trainable_rows
 from peagle_train.training import checkpoint
-from peagle_train.training.data import Documents, Stream, trainable_rows
+from peagle_train.training.data import Stream
 from peagle_train.training.loop import Loop, TrainingSet
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.start import make_start
