@@ -181,15 +181,21 @@ def _card(
         served, fetch = place.repo_id, None
     else:
         served, fetch = f"./{place.title}", f"aws s3 cp --recursive {place.url} ./{place.title}"
+    reference = str(target.get("reference", report.target or "TARGET"))
+    if Path(reference).is_absolute():
+        _say(
+            console,
+            f"note: this head names its target by a folder of this machine ({reference}), which its readers "
+            "do not have. To publish it, set target.model to a Hub id and export again.",
+        )
+        reference = Path(reference).name
     facts = CardFacts(
         report=report,
         provenance=provenance,
         acceptance=results.get("sets", {}),
         k=k,
         title=place.title,
-        serve=serve_command(
-            served, str(target.get("reference", report.target or "TARGET")), k or DEFAULT_K, report.format
-        ),
+        serve=serve_command(served, reference, k or DEFAULT_K, report.format),
         fetch=fetch,
     )
     return make_card(facts, entries)
