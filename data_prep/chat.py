@@ -89,9 +89,11 @@ def render_sets(
         left_out[name] = {reason: count for reason, count in reasons.items() if count}
         if len(rows) == before:
             why = ", ".join(f"{count} {reason}" for reason, count in left_out[name].items())
+            cure = "choose other prompts"
+            if reasons[TOO_LONG]:
+                cure = f"raise data.max_prompt_tokens (now {max_prompt_tokens}) or {cure}"
             raise PeagleError(
-                f"set {name!r}: none of its {len(candidates.prompts)} prompts is left ({why}); raise "
-                f"data.max_prompt_tokens (now {max_prompt_tokens}) or choose other prompts"
+                f"set {name!r}: none of its {len(candidates.prompts)} prompts is left ({why}); {cure}"
             )
     prove_disjoint((row.set, row.id, row.text) for row in rows)
     return rows, left_out

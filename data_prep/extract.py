@@ -13,8 +13,9 @@ from dataclasses import replace
 from rich.console import Console
 
 from data_prep.jobs import Job
-from data_prep.plan import check_disk, extract_parts, remove_leftovers, states_plan, target_folder
+from data_prep.plan import check_disk, extract_parts, states_plan, target_folder
 from data_prep.workers import run_jobs, split_job
+from peagle_train.files import remove_leftovers
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, require, seal
 from peagle_train.store import AnswerStore, StateStore, StateWriter

@@ -85,12 +85,6 @@ def check_disk(directory: Path, lengths: Iterable[int], plan: StatesPlan | None,
         )
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Deletes temporary files of writers that were killed; only this process works in the folder."""
-    for path in directory.glob(".*.partial"):
-        path.unlink(missing_ok=True)
-
-
 def amount(size: float) -> str:
     """Bytes for people: 9.2 kB, 1.3 GB."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -21,16 +21,16 @@ from data_prep.plan import (
     check_disk,
     extract_parts,
     prepare_parts,
-    remove_leftovers,
     states_plan,
     target_folder,
 )
 from data_prep.prompts import collect
 from data_prep.workers import Work, run_jobs, split_job
-from peagle_train.files import fingerprint
+from peagle_train.files import fingerprint, remove_leftovers
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, seal
 from peagle_train.store import AnswerWriter, SetCounts, StateWriter
+from peagle_train.target.mask_token import resolve_mask_token
 
 
 def prepare(run: Run, console: Console) -> StageResult:
@@ -98,7 +98,12 @@ def _rows(run: Run, folder: Path) -> tuple[list[Rendered], dict[str, dict[str, i
 
     data = run.recipe.data
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=run.recipe.target.trust_remote_code)
-    return render_sets(ChatRenderer(tokenizer, data.system_prompt), collect(data), data.max_prompt_tokens)
+    renderer = ChatRenderer(tokenizer, data.system_prompt)
+    rows, left_out = render_sets(renderer, collect(data), data.max_prompt_tokens)
+    # Training needs the mask token, but a bad one should cost seconds, not the hours of answering.
+    asked = {token for row in rows for token in row.token_ids}
+    resolve_mask_token(run.recipe.head.mask_token, tokenizer, run.facts.vocab_size, asked)
+    return rows, left_out
 
 
 def _answer(

@@ -29,6 +29,9 @@ class _Verbs(typer.core.TyperGroup):
         except PeagleError as error:
             _complain(f"peagle: {error}")
             raise typer.Exit(2 if isinstance(error, RecipeError) else 1) from None
+        except OSError as error:  # a full disk, a folder that cannot be written, a file that was taken away
+            _complain(f"peagle: {error}; make room or mend the permissions, and run the same command again")
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             _complain("peagle: stopped; the same command goes on from the last finished piece")
             raise typer.Exit(130) from None

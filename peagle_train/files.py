@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from peagle_train.errors import CorruptError
+
 _TEMPORARY = ".partial"
 
 
@@ -66,8 +68,29 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Reads a JSON file. Raises CorruptError if its content is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptError(
+            f"{path}: not readable as JSON ({error}): cut short or damaged; move it away and run the "
+            "command again"
+        ) from error
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Clears a folder of what killed writers left, putting back what they were about to replace.
+
+    Only for a folder in which no other process works.
+    """
+    for path in directory.glob(f".*{_TEMPORARY}"):
+        name, _, kind = path.name.removesuffix(_TEMPORARY).removeprefix(".").rpartition(".")
+        if kind == "old" and not (standing := directory / name.rpartition(".")[0]).exists():
+            path.rename(standing)  # killed between the two renames of atomic_directory
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def sha256_of(path: Path) -> str:

@@ -128,12 +128,9 @@ def export_copy(run: Run, directory: Path, format: str, console: Console) -> Non
 
 def _serve_command(run: Run, console: Console) -> str:
     """vLLM is given the target as the user named it; a packaged one as the folder it was turned into."""
-    from peagle_train.export.stage import serve_command
-    from peagle_train.target.source import obtain
+    from peagle_train.export.stage import serve_command, target_reference
 
-    target = run.recipe.target.model
-    if target.startswith("package:"):
-        target = str(obtain(run.recipe.target, console))
+    target = target_reference(run, console)
     return serve_command(run.head_dir, target, run.recipe.evaluate.k, run.recipe.export.format)
 
 

@@ -2,7 +2,10 @@
 
 Every stage writes one folder, and the folder says in `stage.json` what it was made from:
 
-    {"stage", "fingerprint", "parts", "seconds", "attempts", "versions", "finished"}
+    {"stage", "fingerprint", "parts", "seconds", "attempts", "versions", "finished", "files"}
+
+`files` are the sizes of what a finished stage left; a folder that lacks one of them, or has it in another
+size, is not finished.
 
 `parts` is a dictionary of everything the output depends on: the stage's name, the version of its format,
 the keys of the recipe it reads, the fingerprint of the target, and the fingerprints of the stages before
@@ -74,7 +77,10 @@ class StageResult:
 
 @dataclass(frozen=True)
 class StageRecord:
-    """The content of a folder's stage.json; `finished` is None while the stage is at work."""
+    """The content of a folder's stage.json; `finished` is None while the stage is at work.
+
+    files: bytes of every file of a finished folder, by its path within. seconds: of the last attempt.
+    """
 
     stage: str
     fingerprint: str
@@ -82,6 +88,7 @@ class StageRecord:
     seconds: float | None
     attempts: int
     finished: str | None
+    files: dict[str, int]
 
 
 def read_record(directory: Path) -> StageRecord | None:
@@ -92,7 +99,7 @@ def read_record(directory: Path) -> StageRecord | None:
     try:
         content = read_json(path)
         return StageRecord(**{key: content[key] for key in StageRecord.__dataclass_fields__})
-    except (ValueError, KeyError, TypeError) as error:
+    except (CorruptError, KeyError, TypeError) as error:
         raise CorruptError(
             f"{path}: found no readable record ({error}); expected the JSON that a stage writes. "
             f"Move {directory} away and run the stage again."
@@ -160,6 +167,10 @@ def require(run: Run, stage: str) -> str:
     """
     directory = run.stage_dir(stage)
     record = read_record(directory)
+    if record is not None and (harmed := _harmed(directory, record)):
+        raise CorruptError(
+            f"{directory}: {harmed}; run `{run.command_for(stage)}` to make it anew (the old folder is kept)"
+        )
     command = run.command_for(stage)
     if record is None or record.finished is None:
         state = "has not finished" if record else "has not run"
@@ -200,7 +211,35 @@ def _settle(directory: Path, parts: Mapping[str, Any], console: Console) -> Stag
         why = f"made from other inputs ({_differences(record.parts, parts)})"
         _set_aside(directory, record.fingerprint[:8], why, console)
         return None
+    if harmed := _harmed(directory, record):
+        _set_aside(directory, f"{record.fingerprint[:8]}-damaged", harmed, console)
+        return None
     return record
+
+
+def _harmed(directory: Path, record: StageRecord) -> str:
+    """What a finished folder lacks, in words; empty if nothing."""
+    if record.finished is None:
+        return ""  # still at work: nothing is promised yet
+    wrong = []
+    for name, size in record.files.items():
+        file = directory / name
+        if not file.is_file() or file.stat().st_size != size:
+            wrong.append(name)
+    if not wrong:
+        return ""
+    return f"{', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}: missing or not of the recorded size"
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    """Every file below a folder but the record, logs of workers and hidden files."""
+    sizes = {}
+    for file in sorted(directory.rglob("*")):
+        name = file.relative_to(directory)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if file.is_file() and not hidden and file.suffix != ".log" and str(name) != RECORD:
+            sizes[str(name)] = file.stat().st_size
+    return sizes
 
 
 def _set_aside(directory: Path, label: str, why: str, console: Console) -> None:
@@ -226,6 +265,7 @@ def _write(
             "attempts": attempts,
             "versions": versions(),
             "finished": done,
+            "files": _sizes(directory) if done else {},
         },
     )
 

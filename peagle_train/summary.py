@@ -73,7 +73,7 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     k = summary["k"]
     table = Table(title=f"Acceptance on held-out prompts, K = {k}, greedy")
     table.add_column("prompt set")
-    for head in ("prompts", "drafts", "length", f"accepted at 1..{k}", "loop"):
+    for head in ("prompts", "drafts", "length", f"accepted at 1..{k}", "loop (prompts)"):
         table.add_column(head, justify="right", no_wrap=True)
     for name, figures in summary["sets"].items():
         table.add_row(
@@ -82,7 +82,7 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
             f"{figures['num_drafts']:,}",
             f"{figures['acceptance_length']:.2f}",
             " ".join(f"{share:.2f}" for share in figures["per_position"]),
-            f"{figures['loop']['acceptance_length']:.2f}" if figures["loop"] else "–",
+            _loop_figure(figures["loop"]),
         )
     console.print()
     console.print(table)
@@ -101,6 +101,11 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     console.print(times)
     for text in (f"Head:  {summary['head']}", "Serve it with:", f"  {summary['serve']}"):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _loop_figure(loop: Mapping[str, Any] | None) -> str:
+    """The loop's acceptance length and on how many prompts: far fewer than the column beside it."""
+    return f"{loop['acceptance_length']:.2f} ({loop['prompts']})" if loop else "–"
 
 
 def _loop_words(loop: Mapping[str, Any] | None) -> str:

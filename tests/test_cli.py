@@ -256,7 +256,9 @@ def test_prepare_shows_rows_when_asked(small: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_faulty_result_of_the_evaluation_is_refused(small: Path) -> None:
     peagle("run", "tiny.yaml")
-    write_json(Path("runs/tiny/evaluation/results.json"), {"sets": {"stdlib": {"offline": {}, "loop": {}}}})
+    results = Path("runs/tiny/evaluation/results.json")
+    faulty = json.dumps({"sets": {"stdlib": {"offline": {}, "loop": {}}}})
+    results.write_text(faulty.ljust(results.stat().st_size))  # of the recorded size, or it is made anew
     _, complaint = peagle("run", "tiny.yaml", code=1)
     assert "set stdlib lacks acceptance_length, per_position" in complaint
 

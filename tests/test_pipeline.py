@@ -158,3 +158,66 @@ def test_the_training_stage_under_a_launcher(done: dict, recipe: Path, processes
         return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
     assert losses(name) == pytest.approx(losses("twin"), rel=1e-4)
+
+
+def copy_of(recipe: Path, name: str) -> Path:
+    """A finished run under another name, to be damaged."""
+    runs = recipe.parent / "runs"
+    shutil.copytree(runs / "twin", runs / name)
+    return runs / name
+
+
+@pytest.mark.parametrize(
+    "stage,lost",
+    [
+        ("train", "training/best/head.safetensors"),
+        ("export", "head/model.safetensors"),
+        ("evaluate", "evaluation/results.json"),
+    ],
+)
+def test_a_finished_stage_that_lost_a_file_is_made_anew(
+    done: dict, recipe: Path, stage: str, lost: str
+) -> None:
+    folder = copy_of(recipe, f"lost-{stage}")
+    (folder / lost).unlink()
+    with Run.open(recipe, [f"name=lost-{stage}"]) as run:
+        again = run_all(run, Console(quiet=True))
+    assert not again["stages"][stage]["skipped"]
+    assert again["weights_sha256"] == done["weights_sha256"] and again["sets"] == done["sets"]
+    assert list(folder.glob("*.old-*-damaged"))
+
+
+def test_a_lost_file_further_up_is_named_with_the_command(done: dict, recipe: Path) -> None:
+    folder = copy_of(recipe, "lost-head")
+    (folder / "head" / "model.safetensors").unlink()
+    with (
+        Run.open(recipe, ["name=lost-head"]) as run,
+        pytest.raises(PeagleError, match=r"model\.safetensors: missing .*run `peagle export"),
+    ):
+        run_stage(run, "evaluate", Console(quiet=True))
+
+
+def test_training_refuses_states_that_were_damaged(done: dict, recipe: Path) -> None:
+    folder = copy_of(recipe, "bent")
+    shard = next((folder / "states").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    shard.write_bytes(bytes(content))
+    with (
+        Run.open(recipe, ["name=bent", "train.steps=9"]) as run,
+        pytest.raises(PeagleError, match=r"differs from its checksum"),
+    ):
+        run_stage(run, "train", Console(quiet=True))
+
+
+@pytest.mark.parametrize("token", ["What", "<|im_end|>", "hello world", 9999])
+def test_a_bad_mask_token_costs_seconds_not_the_answers(recipe: Path, token: str | int) -> None:
+    with (
+        Run.open(recipe, ["name=masked"]) as run,
+        pytest.raises(PeagleError, match=r"mask_token"),
+    ):
+        bad = run.recipe.model_copy(update={"head": run.recipe.head.model_copy(update={"mask_token": token})})
+        from dataclasses import replace
+
+        run_stage(replace(run, recipe=bad), "prepare", Console(quiet=True))
+    assert not (recipe.parent / "runs" / "masked" / "answers").exists()

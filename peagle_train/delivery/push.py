@@ -230,12 +230,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object of ours; empty if there is no such file."""
     if not path.exists():
         return {}
-    try:
-        value = read_json(path)
-    except ValueError as error:
-        raise CorruptError(
-            f"{path}: not JSON ({error}); expected an object; make it again or move it"
-        ) from None
+    value = read_json(path)
     if not isinstance(value, dict):
         raise CorruptError(
             f"{path}: holds a {type(value).__name__}; expected an object; make it again or move it"

@@ -18,7 +18,7 @@ from rich.table import Table
 from peagle_train.errors import CorruptError
 from peagle_train.export.checks import HeadReport
 from peagle_train.export.layout import export_head
-from peagle_train.files import read_json
+from peagle_train.files import read_json, remove_leftovers
 from peagle_train.head.io import DESCRIPTION, load_head
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, finished, require, seal
@@ -55,6 +55,7 @@ def export(run: Run, console: Console) -> StageResult:
     if done is not None:
         return done
     start = time.monotonic()
+    remove_leftovers(run.directory)
     reference = target_reference(run, console)
     report = export_head(
         load_head(best),

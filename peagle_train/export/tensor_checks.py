@@ -134,7 +134,10 @@ def _value_faults(name: str, tensor: torch.Tensor) -> list[str]:
         return []  # the dtype is already a fault
     wrong = tensor.numel() - int(torch.isfinite(tensor.float()).sum())
     if not wrong:
-        return []
+        # The placeholder state may be anything; a matrix or norm of zeros is a file that was never filled.
+        if name == "mask_hidden" or bool(tensor.any()):
+            return []
+        return [fault(_where(name), "nothing but zeros", "trained values", "export the head again")]
     found = f"{wrong:,} of {tensor.numel():,} values are NaN or infinite"
     return [fault(_where(name), found, "finite numbers", "export an earlier checkpoint")]
 

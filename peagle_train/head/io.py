@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from peagle_train.errors import CorruptError
 from peagle_train.files import read_json, sha256_of, write_json
 from peagle_train.head.config import HeadConfig
 from peagle_train.head.model import PEagleHead
+from peagle_train.tensors import load_tensors, save_tensors
 
 WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 
@@ -21,7 +21,7 @@ WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 def save_head(directory: Path, head: PEagleHead) -> None:
     """Writes the head into an existing folder. Shared embeddings travel too: a folder stands alone."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    save_file(tensors, str(directory / WEIGHTS))
+    save_tensors(directory / WEIGHTS, tensors)
     write_json(
         directory / DESCRIPTION,
         {"config": head.config.to_dict(), "sha256": sha256_of(directory / WEIGHTS)},
@@ -40,7 +40,7 @@ def load_head(directory: Path, dtype: torch.dtype | None = None) -> PEagleHead:
             raise CorruptError(f"{directory}: no {file.name}; expected a checkpoint of `peagle train`")
     record = read_json(description)
     if sha256_of(weights) != record["sha256"]:
-        raise CorruptError(f"{weights}: differs from its checksum; train again or take another checkpoint")
+        raise CorruptError(f"{weights}: differs from its checksum; move {directory} away and train again")
     head = PEagleHead(HeadConfig.from_dict(record["config"]))
-    head.load_state_dict(load_file(str(weights)))
+    head.load_state_dict(load_tensors(weights))
     return head if dtype is None else head.to(dtype)

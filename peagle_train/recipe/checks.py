@@ -60,6 +60,12 @@ def _faults(recipe: Recipe, facts: TargetFacts) -> Iterator[tuple[str, str]]:
             f"found {longest}; expected at least the {facts.max_position_embeddings} of {model}, because the "
             "server drafts up to the target's full context; leave it out to take the target's",
         )
+    if head.initialise == "target" and head.layers > facts.num_layers:
+        yield (
+            "head.layers",
+            f"found {head.layers}; expected at most the {facts.num_layers} of {model}, whose last layers the "
+            "head starts from; use fewer, or `initialise: random`",
+        )
     heads = head.num_attention_heads or facts.num_attention_heads
     kv_heads = head.num_key_value_heads or facts.num_key_value_heads
     if heads % kv_heads:

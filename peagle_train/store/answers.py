@@ -215,7 +215,7 @@ def _cure(directory: Path) -> str:
 def _parse(path: Path) -> dict[str, Any]:
     try:
         return dict(read_json(path))
-    except (ValueError, TypeError) as error:
+    except (CorruptError, ValueError, TypeError) as error:
         raise CorruptError(f"{path}: not readable as JSON ({error}); {_cure(path.parent)}") from error
 
 

@@ -195,6 +195,7 @@ class StateStore:
         self.dtype: str = index["dtype"]
         self._shards: list[dict[str, Any]] = index["shards"]
         self._info = {info["row"]: RowInfo(**info) for shard in self._shards for info in shard["rows"]}
+        self._checksums = {shard["file"]: shard["sha256"] for shard in self._shards}
         self._open: dict[str, Any] = {}
         for shard in self._shards:
             file = directory / shard["file"]
@@ -224,6 +225,7 @@ class StateStore:
         path = self.directory / info.shard
         try:
             if info.shard not in self._open:
+                self._prove(info.shard)
                 self._open[info.shard] = safe_open(path, framework="pt")
             tensors = {
                 name: self._open[info.shard].get_tensor(f"{row:06d}.{name}")
@@ -233,12 +235,23 @@ class StateStore:
             raise CorruptError(f"{path}: damaged: {error}; {_cure(self.directory)}") from error
         return StateRow(row, info.set, info.id, prompt_length=info.prompt_length, **tensors)
 
+    def token_ids(self, row: int) -> Tensor:
+        """[n] int64, the tokens of a row without its states."""
+        info = self._info[row]
+        with safe_open(self.directory / info.shard, framework="pt") as shard:
+            ids: Tensor = shard.get_tensor(f"{row:06d}.token_ids")
+        return ids
+
     def verify(self) -> None:
         """Reads everything and compares every checksum; raises CorruptError naming the shard."""
         for shard in self._shards:
-            path = self.directory / shard["file"]
-            if sha256_of(path) != shard["sha256"]:
-                raise CorruptError(f"{path}: differs from its checksum; {_cure(self.directory)}")
+            self._prove(shard["file"])
+
+    def _prove(self, file: str) -> None:
+        """Compares one shard with its checksum: a reader does so once, when it first opens it."""
+        path = self.directory / file
+        if sha256_of(path) != self._checksums[file]:
+            raise CorruptError(f"{path}: differs from its checksum; {_cure(self.directory)}")
 
 
 def _info(row: StateRow, shard: str) -> RowInfo:
@@ -253,5 +266,5 @@ def _cure(directory: Path) -> str:
 def _parse(path: Path) -> dict[str, Any]:
     try:
         return dict(read_json(path))
-    except (ValueError, TypeError) as error:
+    except (CorruptError, ValueError, TypeError) as error:
         raise CorruptError(f"{path}: not readable as JSON ({error}); {_cure(path.parent)}") from error

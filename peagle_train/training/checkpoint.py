@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from peagle_train.errors import CorruptError
 from peagle_train.files import atomic_directory, read_json, sha256_of, write_json, write_text
 from peagle_train.head.io import load_head, save_head
 from peagle_train.head.model import PEagleHead
+from peagle_train.tensors import load_tensors, save_tensors
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def save_checkpoint(
     with atomic_directory(path) as temporary:
         save_head(temporary, head)
         file = temporary / "optimizer.safetensors"
-        save_file(_optimizer_tensors(head, optimizer), str(file))
+        save_tensors(file, _optimizer_tensors(head, optimizer))
         write_json(temporary / "state.json", {**progress.__dict__, "optimizer_sha256": sha256_of(file)})
     for old in checkpoints(directory)[:-keep]:
         shutil.rmtree(old)
@@ -65,10 +65,11 @@ def load_checkpoint(path: Path, head: PEagleHead, optimizer: torch.optim.Optimiz
     file = path / "optimizer.safetensors"
     if sha256_of(file) != state.pop("optimizer_sha256"):
         raise CorruptError(
-            f"{file}: differs from its checksum; remove {path} to go on from an older checkpoint"
+            f"{file}: differs from its checksum; remove {path}, and training goes on from an older "
+            "checkpoint, or from the start"
         )
     head.load_state_dict(load_head(path).state_dict())
-    tensors = load_file(str(file))
+    tensors = load_tensors(file)
     for name, parameter in _trained(head):
         optimizer.state[parameter] = {
             key.removeprefix(f"{name}|"): value
@@ -94,7 +95,7 @@ def trim_log(path: Path, step: int) -> None:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 continue  # the line that was being written when the process was killed
-            if record["step"] <= step:
+            if isinstance(record, dict) and record.get("step", step + 1) <= step:
                 kept.append(line + "\n")
         write_text(path, "".join(kept))
 

@@ -202,6 +202,12 @@ class Loop:
             },
         }
         self._log(score)
+        if accelerator.is_main_process:
+            self.console.print(
+                f"step {self.standing.step}: validation acceptance length {result.acceptance_length:.3f} "
+                f"(K = {k})",
+                highlight=False,
+            )
         if result.acceptance_length > self.standing.best_acceptance:
             self.standing = replace(
                 self.standing, best_acceptance=result.acceptance_length, best_step=self.standing.step

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 
 from peagle_train.errors import PeagleError
+from peagle_train.files import remove_leftovers
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, require, seal
 from peagle_train.store.documents import Documents, trainable_rows
@@ -46,13 +48,15 @@ def train(run: Run, console: Console) -> StageResult:
         "format": FORMAT,
         "extract": states,
         "seed": recipe.seed,
+        # They share each step's rows: another number of them is another batch.
+        "processes": accelerator.num_processes,
         "head": recipe.head.model_dump(mode="json"),
         "train": recipe.train.model_dump(mode="json", exclude={"log_every", "checkpoint_every"}),
     }
     done = _on_main(accelerator, lambda: finished(directory, parts, console))
     if done is not None:
         return done
-    _on_main(accelerator, lambda: begin(directory, parts, console))
+    _on_main(accelerator, lambda: _begin(directory, parts, console))
 
     start = time.monotonic()
     store = StateStore(run.states_dir, expected=states)
@@ -83,6 +87,12 @@ def train(run: Run, console: Console) -> StageResult:
         lambda: seal(directory, parts, time.monotonic() - start, message, run.command_for("export")),
     )
     return result
+
+
+def _begin(directory: Path, parts: dict[str, Any], console: Console) -> None:
+    begin(directory, parts, console)
+    for folder in (directory, directory / "checkpoints"):
+        remove_leftovers(folder)
 
 
 def make_accelerator(run: Run) -> Accelerator:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from peagle_train.errors import PeagleError
@@ -20,6 +19,10 @@ from peagle_train.recipe.schema import Recipe
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
 from peagle_train.target.mask_token import resolve_mask_token
+from peagle_train.tensors import load_tensors, save_tensors
+
+LEAST_COVERAGE = 0.9
+"""Below this share of draftable validation tokens the user is warned."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,13 @@ def make_start(
         rows: the training rows; their tokens choose the draft vocabulary and their states the mean.
         directory: the training folder; the vocabulary map is written there once and read ever after.
     """
-    counts, used, mean_aux = _survey(store, rows, target.facts.vocab_size)
+    counts, mean_aux = _survey(store, rows, target.facts.vocab_size)
+    # No row of any set may hold the mask token: held-out text is text a server will see.
+    used = set(torch.cat([store.token_ids(info.row) for info in store.info()]).unique().tolist())
     section = recipe.head
     mask_token_id = resolve_mask_token(section.mask_token, target.tokenizer, target.facts.vocab_size, used)
     token_ids = _draft_tokens(recipe, target, counts, mask_token_id, directory, console)
+    _report_coverage(store, token_ids, target.facts.vocab_size, console)
     head = PEagleHead(head_config(recipe, target, mask_token_id, token_ids))
     if head.config.reduced_vocabulary:
         head.set_draft_tokens(token_ids)
@@ -96,19 +102,31 @@ def head_config(recipe: Recipe, target: Target, mask_token_id: int, draft_token_
     )
 
 
-def _survey(store: StateStore, rows: list[int], vocab_size: int) -> tuple[Tensor, set[int], Tensor]:
-    """One pass over the rows: supervised counts [V], ids that occur anywhere, mean aux state [A*TH]."""
+def _survey(store: StateStore, rows: list[int], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """One pass over the rows: supervised counts [V] and the mean aux state [A*TH]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    present = torch.zeros(vocab_size, dtype=torch.bool)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for index in rows:
         row = store.read(index)
         counts += count_supervised([(row.token_ids, row.loss_mask)], vocab_size)
-        present[row.token_ids] = True
         states = row.aux[row.prompt_length - 1 :]
         total = total + states.double().sum(0)
         tokens += states.shape[0]
-    return counts, set(torch.nonzero(present)[:, 0].tolist()), (total / tokens).float()
+    return counts, (total / tokens).float()
+
+
+def _report_coverage(store: StateStore, token_ids: Tensor, vocab_size: int, console: Console) -> None:
+    """Says how much of the validation answers, which did not choose the vocabulary, can be drafted."""
+    answers = [store.read(info.row) for info in store.info("validation")]
+    counts = count_supervised(((a.token_ids, a.loss_mask) for a in answers), vocab_size)
+    share = float(counts[token_ids].sum() / counts.sum())
+    console.print(f"of the validation answers {100 * share:.1f} % of the tokens can be drafted")
+    if share < LEAST_COVERAGE:
+        console.print(
+            f"warning: every token that cannot be drafted ends a draft; raise head.draft_vocab_size "
+            f"(now {token_ids.shape[0]:,})",
+            style="yellow",
+        )
 
 
 def _draft_tokens(
@@ -120,7 +138,7 @@ def _draft_tokens(
         return torch.arange(target.facts.vocab_size)
     path = directory / "draft_vocabulary.safetensors"
     if path.is_file():
-        return load_file(str(path))["token_ids"]
+        return load_tensors(path)["token_ids"]
     try:
         chosen = choose_draft_vocabulary(counts, size, always=target.end_token_ids, never=[mask_token_id])
     except ValueError as error:
@@ -130,5 +148,5 @@ def _draft_tokens(
         f"{chosen.seen:,} and {100 * chosen.coverage:.2f} % of their tokens can be drafted"
     )
     with atomic_file(path) as temporary:
-        save_file({"token_ids": chosen.token_ids}, str(temporary))
+        save_tensors(temporary, {"token_ids": chosen.token_ids})
     return chosen.token_ids

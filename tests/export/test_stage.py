@@ -85,7 +85,7 @@ def test_a_head_with_nan_leaves_no_directory(tmp_path: Path) -> None:
 def test_training_without_a_best_head_is_named(tmp_path: Path) -> None:
     run = trained_run(tmp_path)
     (run.training_dir / "best" / "head.json").unlink()
-    with pytest.raises(CorruptError, match="expected the best checkpoint"):
+    with pytest.raises(CorruptError, match=r"best/head\.json: missing.*run `peagle train"):
         export(run, quiet())
 
 

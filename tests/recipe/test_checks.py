@@ -95,6 +95,11 @@ def test_a_recipe_at_every_limit_passes(tmp_path: Path) -> None:
             "heads in equal groups",
         ),
         (
+            "head.layers=5",
+            "head.layers: found 5; expected at most the 4 of some/model, whose last layers the head starts "
+            "from; use fewer, or `initialise: random`",
+        ),
+        (
             "head.head_dim=15",
             "head.head_dim: found 15; expected an even number, because RoPE turns pairs of channels",
         ),
@@ -123,6 +128,7 @@ def test_all_faults_at_once_with_lines(tmp_path: Path) -> None:
     where = [fault.replace(str(tmp_path / "tiny.yaml"), "FILE").split(": ")[:2] for fault in faults]
     assert where == [
         ["FILE:4", "data.max_new_tokens"],
+        ["FILE:9", "head.layers"],  # left out, so its default of 4 is more than this target has
         ["FILE:10", "head.aux_layers"],
         ["FILE:11", "head.mask_token"],
         ["command line", "head.draft_vocab_size"],

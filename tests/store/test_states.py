@@ -127,7 +127,7 @@ def test_one_changed_byte_is_found_and_named(tmp_path: Path) -> None:
         with pytest.raises(CorruptError, match=r"batch-00001\.safetensors: missing or cut short"):
             action()
     path.write_bytes(b"\xff" * len(content))
-    with pytest.raises(CorruptError, match=r"batch-00001\.safetensors: damaged"):
+    with pytest.raises(CorruptError, match=r"batch-00001\.safetensors: differs"):
         StateStore(tmp_path).read(1)
 
 
