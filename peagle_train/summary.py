@@ -72,8 +72,8 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     """Acceptance per prompt set, seconds per stage, the head's place, and how to serve it."""
     k = summary["k"]
     table = Table(title=f"Acceptance on held-out prompts, K = {k}, greedy")
-    table.add_column("prompt set")
-    for head in ("prompts", "drafts", "length", f"accepted at 1..{k}", "loop (prompts)"):
+    table.add_column("set", no_wrap=True)
+    for head in ("prompts", "drafts", "length", f"accepted at 1..{k}", "loop (n)"):
         table.add_column(head, justify="right", no_wrap=True)
     for name, figures in summary["sets"].items():
         table.add_row(
