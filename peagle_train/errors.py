@@ -11,14 +11,18 @@ class PeagleError(Exception):
     """A fault in the input or the surroundings that the user can mend."""
 
 
-class RecipeError(PeagleError):
-    """All faults of one recipe at once, one line each."""
+class FaultsError(PeagleError):
+    """All faults of one source at once, one line each."""
 
     def __init__(self, source: str, faults: list[str]):
         self.source = source
         self.faults = faults
         noun = "fault" if len(faults) == 1 else "faults"
         super().__init__(f"{source}: {len(faults)} {noun}\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+class RecipeError(FaultsError):
+    """All faults of one recipe: file and line, key, found, expected, cure."""
 
 
 class StaleError(PeagleError):

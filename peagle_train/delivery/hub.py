@@ -184,30 +184,26 @@ def _commit(
     """One commit that adds and removes; returns its hash. It fails if the branch moved on from `parent`."""
     total = sum(paths[name].stat().st_size for name in names)
     deletions = [CommitOperationDelete(path_in_repo=name, is_folder=False) for name in remove]
-    message = f"Deliver a P-EAGLE head ({len(names)} files)"
-    if importlib.util.find_spec("hf_xet") and not constants.HF_HUB_DISABLE_XET:
-        # Xet reads the files in its own threads and skips chunks the Hub has; its own bar shows the rate.
-        additions = [CommitOperationAdd(name, paths[name]) for name in names]
+
+    def commit(additions: list[CommitOperationAdd]) -> str:
         return api.create_commit(
             place.repo_id,
             [*additions, *deletions],
-            commit_message=message,
+            commit_message=f"Deliver a P-EAGLE head ({len(names)} files)",
             revision=place.branch,
             parent_commit=parent,
         ).oid
+
+    if importlib.util.find_spec("hf_xet") and not constants.HF_HUB_DISABLE_XET:
+        # Xet reads the files in its own threads and skips chunks the Hub has; its own bar shows the rate.
+        return commit([CommitOperationAdd(name, paths[name]) for name in names])
     with transfer_bar(console, "Uploading", total) as advance, _hub_bars_off():
         files = [CountedFile(paths[name], advance) for name in names]
         try:
             additions = [CommitOperationAdd(name, file) for name, file in zip(names, files, strict=True)]
             for file in files:
                 file.counting = True  # what was read so far was only hashed
-            return api.create_commit(
-                place.repo_id,
-                [*additions, *deletions],
-                commit_message=message,
-                revision=place.branch,
-                parent_commit=parent,
-            ).oid
+            return commit(additions)
         finally:
             for file in files:
                 file.close()

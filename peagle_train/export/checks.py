@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peagle_train.errors import PeagleError
+from peagle_train.errors import FaultsError
 from peagle_train.export import speculators
 from peagle_train.export.config_checks import check_config
 from peagle_train.export.contract import CONFIG_FILE, RECORD_FILE, WEIGHTS_FILE
@@ -25,14 +25,8 @@ if TYPE_CHECKING:
     from peagle_train.target.source import TargetFacts
 
 
-class HeadFault(PeagleError):
-    """All faults of one head directory at once, one line each: file: key or tensor: found; expected; cure."""
-
-    def __init__(self, source: str, faults: list[str]):
-        self.source = source
-        self.faults = faults
-        noun = "fault" if len(faults) == 1 else "faults"
-        super().__init__(f"{source}: {len(faults)} {noun}\n" + "\n".join(f"  {fault}" for fault in faults))
+class HeadFault(FaultsError):
+    """All faults of one head directory: file, key or tensor, found, expected, cure."""
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
     whole, again = weights_of(tmp_path / "whole"), weights_of(tmp_path / "killed")
     for name, tensor in whole.items():
         assert torch.equal(tensor, again[name]), name
-    # The map was read, not chosen again.
+    # Older checkpoints are removed.
     assert len(checkpoint.checkpoints(tmp_path / "killed" / "checkpoints")) == 1
 
 
