@@ -6,6 +6,7 @@ its verb runs, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,9 @@ class _Verbs(typer.core.TyperGroup):
         except PeagleError as error:
             _complain(f"peagle: {error}")
             raise typer.Exit(2 if isinstance(error, RecipeError) else 1) from None
+        except BrokenPipeError:  # the reader, `head` say, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains
+            raise typer.Exit(0) from None
         except OSError as error:  # a full disk, a folder that cannot be written, a file that was taken away
             _complain(f"peagle: {error}; make room or mend the permissions, and run the same command again")
             raise typer.Exit(1) from None

@@ -411,3 +411,15 @@ def test_the_python_road(small: Path) -> None:
     assert peagle_train.__version__ == "0.1.0"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         peagle_train.nothing  # noqa: B018
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
+    """`peagle recipe | head -1`: quiet, no advice about disks."""
+    done = subprocess.run(
+        f"{sys.executable} -c 'from peagle_train.cli import main; main()' recipe | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout and done.stderr == ""
