@@ -323,7 +323,8 @@ def test_check_refuses_what_is_no_head(small: Path) -> None:
 
 def tiny_head() -> Any:
     from peagle_train.head.config import HeadConfig
-    from peagle_train.head.model import PEagleHead
+    from peagle_train.head.model import DrafterHead
+    from peagle_train.head.rope import Rope
 
     config = HeadConfig(
         hidden_size=64,
@@ -338,11 +339,11 @@ def tiny_head() -> Any:
         aux_layers=(1, 2),
         mask_token_id=3,
         rms_norm_eps=1e-5,
-        rope_theta=1e4,
+        rope=Rope(1e4),
         max_position_embeddings=512,
         own_embeddings=False,
     )
-    return PEagleHead(config)
+    return DrafterHead(config)
 
 
 def test_export_writes_a_second_head_beside_the_runs_own(small: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from peagle_train.head.acceptance import Acceptance
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
 from peagle_train.head.session import DraftSession
 from peagle_train.target.adapter import Target
 
@@ -45,7 +45,7 @@ class Greedy:
 @torch.no_grad()
 def speculate(
     target: Target,
-    head: PEagleHead,
+    head: DrafterHead,
     prompt_ids: list[int],
     k: int,
     max_new_tokens: int,

@@ -29,7 +29,7 @@ from peagle_train.evaluation.loop import NEAR_TIE, first_difference, gap_after, 
 from peagle_train.export.layout import read_head
 from peagle_train.files import write_json
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, require, seal
 from peagle_train.store.documents import Documents
@@ -138,7 +138,7 @@ class LoopResult:
 
 
 def _one_loop(
-    target: Target, head: PEagleHead, store: StateStore, row_index: int, k: int, offline: Acceptance
+    target: Target, head: DrafterHead, store: StateStore, row_index: int, k: int, offline: Acceptance
 ) -> OneLoop:
     row = store.read(row_index)
     prompt, stored = row.token_ids[: row.prompt_length].tolist(), row.token_ids[row.prompt_length :].tolist()

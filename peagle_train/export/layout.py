@@ -37,7 +37,7 @@ from peagle_train.export.contract import (
 from peagle_train.export.faults import fault
 from peagle_train.files import atomic_directory, sha256_of, write_json
 from peagle_train.head.config import HeadConfig
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
 from peagle_train.head.session import DraftSession
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ WRITER = f"peagle-train {importlib.metadata.version('peagle-train')}"
 
 
 def export_head(
-    head: PEagleHead,
+    head: DrafterHead,
     directory: Path,
     *,
     target: TargetFacts,
@@ -115,7 +115,7 @@ def export_head(
     return replace(report, directory=directory)
 
 
-def read_head(directory: Path, *, shared_embeddings: Tensor | None = None) -> PEagleHead:
+def read_head(directory: Path, *, shared_embeddings: Tensor | None = None) -> DrafterHead:
     """Reads an exported head of either format, in the dtype it was exported in.
 
     Args:
@@ -129,7 +129,7 @@ def read_head(directory: Path, *, shared_embeddings: Tensor | None = None) -> PE
     return _load(Path(directory), check_head(directory).config, shared_embeddings)
 
 
-def _load(directory: Path, config: HeadConfig, shared_embeddings: Tensor | None) -> PEagleHead:
+def _load(directory: Path, config: HeadConfig, shared_embeddings: Tensor | None) -> DrafterHead:
     tensors = load_file(str(directory / WEIGHTS_FILE))
     if not config.own_embeddings:
         wanted = (config.vocab_size, config.hidden_size)
@@ -141,13 +141,13 @@ def _load(directory: Path, config: HeadConfig, shared_embeddings: Tensor | None)
             )
         tensors[EMBEDDINGS] = shared_embeddings.detach().clone()
     tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
-    head = PEagleHead(config)
+    head = DrafterHead(config)
     head.load_state_dict(tensors, assign=True)
     head.embed_tokens.weight.requires_grad_(config.own_embeddings)
     return head
 
 
-def exported_tensors(head: PEagleHead, dtype: torch.dtype) -> dict[str, Tensor]:
+def exported_tensors(head: DrafterHead, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of model.safetensors: on the CPU, contiguous, in the export's dtype; d2t stays int64."""
     state = head.state_dict()
     return {
@@ -156,7 +156,7 @@ def exported_tensors(head: PEagleHead, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _prove_read_back(head: PEagleHead, directory: Path, report: HeadReport, shown: str) -> None:
+def _prove_read_back(head: DrafterHead, directory: Path, report: HeadReport, shown: str) -> None:
     """The head on the disk equals the trained one, rounded to its dtype: config, tensors, drafts, logits."""
     trained = _rounded(head, DTYPES[report.dtype])
     table = None if head.config.own_embeddings else trained.embed_tokens.weight
@@ -175,7 +175,7 @@ def _prove_read_back(head: PEagleHead, directory: Path, report: HeadReport, show
         raise HeadFault(shown, faults)
 
 
-def _rounded(head: PEagleHead, dtype: torch.dtype) -> PEagleHead:
+def _rounded(head: DrafterHead, dtype: torch.dtype) -> DrafterHead:
     """A copy on the CPU that computes in float32 with parameters rounded to `dtype`.
 
     Only parameters are cast: `head.to(dtype)` would round the rotary frequencies too.
@@ -186,7 +186,7 @@ def _rounded(head: PEagleHead, dtype: torch.dtype) -> PEagleHead:
     return head
 
 
-def _probe(head: PEagleHead) -> tuple[Tensor, Tensor]:
+def _probe(head: DrafterHead) -> tuple[Tensor, Tensor]:
     """Drafts [3] and logits [3, DV] over a fixed random context."""
     config = head.config
     generator = torch.Generator().manual_seed(0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from peagle_train.head.batch import Document, pack
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
 
 
 @dataclass
@@ -82,7 +82,7 @@ def walk(matches: Tensor, available: Tensor, k: int) -> Acceptance:
 
 
 @torch.no_grad()
-def offline_acceptance(head: PEagleHead, documents: Sequence[Document], k: int) -> list[Acceptance]:
+def offline_acceptance(head: DrafterHead, documents: Sequence[Document], k: int) -> list[Acceptance]:
     """Acceptance of each document.
 
     Args:
@@ -95,7 +95,7 @@ def offline_acceptance(head: PEagleHead, documents: Sequence[Document], k: int) 
     if supervised:
         device = head.lm_head.weight.device
         batch = pack(supervised).to(device)
-        drafts = head.draft_token_ids[head.lm_head(head(batch)).argmax(-1)]
+        drafts = head.draft_token_ids[head.logits(head(batch)).argmax(-1)]
         hits = (drafts == batch.labels).cpu()
         rows = batch.supervised.cpu()
         document, anchor, depth = (t.cpu()[rows] for t in (batch.document, batch.anchor, batch.depth))

@@ -5,8 +5,8 @@ the yardstick. `ChainAttention` computes the same without any such mask: real sl
 attention per document, mask slots against the prefix of real slots up to their anchor and their own
 chain. It is what training runs.
 
-An attention object is made for one batch and called once per layer with rotated queries and keys:
-`attend(q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]`.
+An attention object is made for one batch and one window (None: no window), and called once per layer
+with rotated queries and keys: `attend(q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]`.
 """
 
 from __future__ import annotations
@@ -33,26 +33,37 @@ def visible(
     key_document: Tensor,
     key_anchor: Tensor,
     key_depth: Tensor,
+    window: int | None = None,
 ) -> Tensor:
     """The attention rule: element (a, d) sees every real slot of its document up to a, and (a, 1..d).
 
-    Arguments broadcast against each other. Anchors are comparable within a document (positions or
-    rows); a negative document is padding, which sees only itself and is seen by nobody else.
+    In a layer with a window it sees of these the last `window` positions, a + d included. Arguments
+    broadcast against each other. Anchors are comparable within a document (positions or rows); a
+    negative document is padding, which sees only itself and is seen by nobody else.
     """
     same_document = (query_document == key_document) & (query_document >= 0)
     real_prefix = (key_depth == 0) & (key_anchor <= query_anchor)
     own_chain = (key_depth > 0) & (key_anchor == query_anchor) & (key_depth <= query_depth)
     itself = (query_document < 0) & (key_document < 0) & (query_anchor == key_anchor)
-    return (same_document & (real_prefix | own_chain)) | itself
+    seen = same_document & (real_prefix | own_chain)
+    if window is not None:
+        seen = seen & (query_anchor + query_depth - (key_anchor + key_depth) < window)
+    return seen | itself
 
 
 class RuleAttention:
     """The rule as one dense mask over all rows: quadratic in memory, for tests and tiny batches."""
 
-    def __init__(self, batch: PackedBatch):
+    def __init__(self, batch: PackedBatch, window: int | None = None):
         document, anchor, depth = batch.document, batch.anchor, batch.depth
         self.mask = visible(
-            document[:, None], anchor[:, None], depth[:, None], document[None], anchor[None], depth[None]
+            document[:, None],
+            anchor[:, None],
+            depth[:, None],
+            document[None],
+            anchor[None],
+            depth[None],
+            window,
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -70,7 +81,8 @@ class ChainAttention:
     Rows of a chain are neighbours, so the keys of (a, 1..d) are the d rows that end at it.
     """
 
-    def __init__(self, batch: PackedBatch):
+    def __init__(self, batch: PackedBatch, window: int | None = None):
+        self.window = window
         self.slots = batch.num_slots
         self.slot_spans, self.mask_spans = batch.slot_spans, batch.mask_spans
         self.anchor = batch.anchor[self.slots :]  # [M]
@@ -80,13 +92,16 @@ class ChainAttention:
         rows = torch.arange(depth.shape[0], device=depth.device)
         self.chain_rows = (rows[:, None] - back).clamp(min=0)  # [M, C] the row itself, then its predecessors
         self.outside_chain = back >= depth[:, None]  # [M, C]
+        if window is not None:
+            self.outside_chain = self.outside_chain | (back >= window)
+        self.depth = depth
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         slots = self.slots
         outputs = []
         for start, end in self.slot_spans:
             if end > start:
-                outputs.append(_causal(q[start:end], k[start:end], v[start:end]))
+                outputs.append(causal(q[start:end], k[start:end], v[start:end], self.window))
         done = sum(len(o) for o in outputs)
         if done < slots:
             # A padding row sees itself alone: its output is its own value.
@@ -108,8 +123,11 @@ class ChainAttention:
         rows = self.slots + self.chain_rows[start:end]
         chain_k, chain_v = k[rows], v[rows]  # [m, C, Hkv, D]
 
-        after_anchor = torch.arange(slot_start, slot_end, device=q.device) > self.anchor[start:end, None]
-        prefix = torch.einsum("mhgd,shd->hgms", q, prefix_k).masked_fill(after_anchor, float("-inf"))
+        anchor, slot = self.anchor[start:end, None], torch.arange(slot_start, slot_end, device=q.device)
+        unseen = slot > anchor
+        if self.window is not None:
+            unseen = unseen | (anchor + self.depth[start:end, None] - slot >= self.window)
+        prefix = torch.einsum("mhgd,shd->hgms", q, prefix_k).masked_fill(unseen, float("-inf"))
         chain = torch.einsum("mhgd,mchd->hgmc", q, chain_k)
         chain = chain.masked_fill(self.outside_chain[start:end], float("-inf"))
         weights = torch.cat([prefix, chain], -1).softmax(-1)
@@ -118,13 +136,31 @@ class ChainAttention:
         return out.reshape(m, heads, width)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal grouped-query attention over one document. q [S, Hq, D], k and v [S, Hkv, D]."""
+def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """Causal grouped-query attention over one document. q [S, Hq, D], k and v [S, Hkv, D].
+
+    With a window, blocks of `window` queries each see their own block of keys and the one before: cost
+    and memory grow as S x window, and no mask is larger than window x 2 window.
+    """
+    size = q.shape[0]
+    if window is None or window >= size:
+        return _fused(q, k, v, None)
+    outputs = []
+    for start in range(0, size, window):
+        end, first = min(start + window, size), max(start - window + 1, 0)
+        back = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+        outputs.append(_fused(q[start:end], k[first:end], v[first:end], (back >= 0) & (back < window)))
+    return torch.cat(outputs)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """torch's attention: causal, or under a mask [Q, S] of what is seen."""
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
         v.transpose(0, 1)[None],
-        is_causal=True,
+        attn_mask=mask,
+        is_causal=mask is None,
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out[0].transpose(0, 1)

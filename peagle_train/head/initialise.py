@@ -13,24 +13,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
+
+_WIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+"""Layer 0's matrices that read [embedding; state], 2H."""
 
 
 @torch.no_grad()
-def initialise_randomly(head: PEagleHead, embeddings: Tensor, seed: int, std: float = 0.02) -> None:
-    """Normal weights of the given deviation, norms at one, the target's embeddings [V, H]."""
+def initialise_randomly(head: DrafterHead, embeddings: Tensor, seed: int, std: float = 0.02) -> None:
+    """Normal weights of the given deviation, norms at one, biases at zero, the target's embeddings [V, TH].
+
+    A head of another width than its target starts with random embeddings too.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in head.named_parameters():
-        if name.endswith("norm.weight"):
+        if name.endswith(".bias"):
+            parameter.zero_()
+        elif parameter.ndim == 1:  # a norm
             parameter.fill_(1.0)
         else:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-    head.embed_tokens.weight.copy_(embeddings)
+    if head.embed_tokens.weight.shape == embeddings.shape:
+        head.embed_tokens.weight.copy_(embeddings)
 
 
 @torch.no_grad()
 def initialise_from_target(
-    head: PEagleHead,
+    head: DrafterHead,
     *,
     embeddings: Tensor,
     output_rows: Tensor,
@@ -50,17 +59,20 @@ def initialise_from_target(
         seed: for what cannot be copied.
 
     Returns:
-        Names of the head's parameters that could not be taken from the target and are random.
+        Names of the head's matrices that could not be taken from the target and are random.
     """
     initialise_randomly(head, embeddings, seed)
     left: list[str] = []
     config = head.config
+    if head.embed_tokens.weight.shape != embeddings.shape:
+        left.append("embed_tokens.weight")
     if config.target_hidden_size == config.hidden_size:
         head.fc.weight.zero_()
         head.fc.weight[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
     else:
         left.append("fc.weight")
-    head.mask_hidden.copy_(mean_aux.view_as(head.mask_hidden))
+    if head.mask_hidden is not None:
+        head.mask_hidden.copy_(mean_aux.view_as(head.mask_hidden))
     _copy(head.lm_head.weight, output_rows, "lm_head.weight", left)
     _copy(head.norm.weight, final_norm, "norm.weight", left)
     for index, (mine, theirs) in enumerate(zip(head.blocks, layers[-config.num_layers :], strict=True)):
@@ -69,7 +81,7 @@ def initialise_from_target(
             if name in ("input_layernorm.weight", "hidden_norm.weight") and index == 0:
                 continue
             full = f"layers.{index}.{name}"
-            if index == 0 and name.startswith("self_attn.") and not name.startswith("self_attn.o_proj"):
+            if index == 0 and name in _WIDE:
                 # The wide layer: embeddings first, states second.
                 parameter[:, : config.hidden_size].zero_()
                 _copy(parameter[:, config.hidden_size :], source.get(name), full, left)
@@ -86,7 +98,7 @@ def initialise_from_target(
 
 
 def _copy(into: Tensor, source: Tensor | None, name: str, left: list[str]) -> None:
-    if source is None or source.shape != into.shape:
-        left.append(name)
-    else:
+    if source is not None and source.shape == into.shape:
         into.copy_(source)
+    elif into.ndim > 1:  # norms and biases without a source are neutral, not random
+        left.append(name)

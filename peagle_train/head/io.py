@@ -12,13 +12,13 @@ import torch
 from peagle_train.errors import CorruptError
 from peagle_train.files import read_json, sha256_of, write_json
 from peagle_train.head.config import HeadConfig
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
 from peagle_train.tensors import load_tensors, save_tensors
 
 WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
 
 
-def save_head(directory: Path, head: PEagleHead) -> None:
+def save_head(directory: Path, head: DrafterHead) -> None:
     """Writes the head into an existing folder. Shared embeddings travel too: a folder stands alone."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     save_tensors(directory / WEIGHTS, tensors)
@@ -28,7 +28,7 @@ def save_head(directory: Path, head: PEagleHead) -> None:
     )
 
 
-def load_head(directory: Path, dtype: torch.dtype | None = None) -> PEagleHead:
+def load_head(directory: Path, dtype: torch.dtype | None = None) -> DrafterHead:
     """Reads a head that `save_head` wrote; the weights are proven against their checksum.
 
     Raises:
@@ -41,6 +41,6 @@ def load_head(directory: Path, dtype: torch.dtype | None = None) -> PEagleHead:
     record = read_json(description)
     if sha256_of(weights) != record["sha256"]:
         raise CorruptError(f"{weights}: differs from its checksum; move {directory} away and train again")
-    head = PEagleHead(HeadConfig.from_dict(record["config"]))
+    head = DrafterHead(HeadConfig.from_dict(record["config"]))
     head.load_state_dict(load_tensors(weights))
     return head if dtype is None else head.to(dtype)

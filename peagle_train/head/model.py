@@ -1,20 +1,22 @@
-"""The drafter head, as vLLM 0.32 computes it (`vllm/model_executor/models/llama_eagle3.py`).
+"""The drafter head, as vLLM 0.32 computes it (`vllm/model_executor/models/{llama,qwen3}_eagle3.py`).
 
     embedding of x[i+1] ─ input_layernorm ─┐
                                            ├─ [2H] ─ q/k/v ─ attention ─ o ┐
-    aux states ─ fc ─┬─ hidden_norm ───────┘                              │
-                     └────────────── residual ───────────────────────────(+)─ MLP ─ layers 1.. ─ norm
+    aux states ─ fc ─┬─ hidden_norm ──┬────┘                              │
+                     └─────────── or ─┴─ residual ───────────────────────(+)─ MLP ─ layers 1.. ─ norm
 
 A mask slot takes the mask token's embedding and `fc(mask_hidden)` instead; RoPE alone tells mask
-slots apart. Parameter names are vLLM's tensor names, so exporting renames nothing.
+slots apart. `HeadConfig` says which options exist: norms before `fc`, the residual taken behind
+hidden_norm, norms on queries and keys, biases, windows. Parameter names are vLLM's tensor names, so
+exporting renames nothing.
 
-The forward is written once. Training, the slow reference mask and KV-cached drafting differ only in
-the attention object they hand in (`attention.py`, `session.py`).
+The forward is written once. Training, the slow reference mask, KV-cached drafting and EAGLE-3's unroll
+differ only in the attention objects they hand in (`attention.py`, `session.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -40,29 +42,6 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * self.weight
 
 
-class Rotary(nn.Module):
-    """Rotary position embedding, halves rotated against each other.
-
-    Frequencies are float32, as the server computes them, whatever the head's dtype: rounded to bfloat16
-    they would turn far positions by whole radians. They are no buffer, so no cast of the head reaches them.
-    """
-
-    def __init__(self, head_dim: int, theta: float):
-        super().__init__()
-        self.head_dim, self.theta = head_dim, theta
-
-    def frequencies(self, device: torch.device | str = "cpu") -> Tensor:
-        """[D/2] float32, radians per position."""
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim
-        return 1.0 / self.theta**exponents
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin for positions [N], each [N, 1, D/2], computed in at least float32."""
-        wide = torch.promote_types(dtype, torch.float32)
-        angles = positions[:, None, None].to(wide) * self.frequencies(positions.device).to(wide)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates x [N, heads, D] by the angles of its rows."""
     first, second = x.chunk(2, -1)
@@ -79,16 +58,26 @@ class SelfAttention(nn.Module):
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.q_proj = nn.Linear(width, self.heads * self.dim, bias=False)
-        self.k_proj = nn.Linear(width, self.kv_heads * self.dim, bias=False)
-        self.v_proj = nn.Linear(width, self.kv_heads * self.dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.dim, config.hidden_size, bias=False)
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(width, self.heads * self.dim, bias=bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.dim, bias=bias)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.dim, bias=bias)
+        # vLLM's Llama layers take attention_bias for the output projection too, its Qwen3 layers do not.
+        self.o_proj = nn.Linear(
+            self.heads * self.dim, config.hidden_size, bias=bias and config.drafter == "llama"
+        )
+        self.q_norm = self.k_norm = None
+        if config.drafter == "qwen3":
+            self.q_norm = RMSNorm(self.dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.dim, config.rms_norm_eps)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [N, Hq, D], k and v [N, Hkv, D], not yet rotated."""
         q = self.q_proj(x).unflatten(-1, (self.heads, self.dim))
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
 
@@ -119,27 +108,37 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
 
-class PEagleHead(nn.Module):
+class DrafterHead(nn.Module):
     """The head. See the module's drawing.
 
-    Buffers and parameters beyond the layers: `mask_hidden` [1, 1, A*TH]; `embed_tokens` (present
-    always, trained only if the config says own embeddings); `d2t` [DV] int64, the OFFSET from draft
-    id to target id, None when the vocabulary is full.
+    Buffers and parameters beyond the layers: `mask_hidden` [1, 1, A*TH] (None for eagle3);
+    `input_norm`, `fc_norm` where the config asks for them; `embed_tokens` (present always, trained only
+    if the config says own embeddings); `d2t` [DV] int64, the OFFSET from draft id to target id, None
+    when the vocabulary is full.
     """
 
     d2t: Tensor | None
+    mask_hidden: nn.Parameter | None
 
     def __init__(self, config: HeadConfig):
         super().__init__()
         self.config = config
+        eps = config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(config.own_embeddings)
-        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.aux_width))
-        self.fc = nn.Linear(config.aux_width, config.hidden_size, bias=False)
+        width = config.aux_width
+        mask = nn.Parameter(torch.zeros(1, 1, width)) if config.method == "peagle" else None
+        self.register_parameter("mask_hidden", mask)
+        self.input_norm = RMSNorm(width, eps) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in config.aux_layers)
+            if config.fc_norm
+            else None
+        )
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([Layer(config, i) for i in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary = Rotary(config.head_dim, config.rope_theta)
         offsets = (
             torch.zeros(config.draft_vocab_size, dtype=torch.int64) if config.reduced_vocabulary else None
         )
@@ -164,33 +163,44 @@ class PEagleHead(nn.Module):
             raise ValueError(f"draft token ids must be {self.d2t.shape[0]} rising target ids")
         self.d2t.copy_(token_ids - torch.arange(token_ids.shape[0]))
 
+    def fuse(self, aux: Tensor) -> Tensor:
+        """The state that enters layer 0: aux [N, A*TH] -> [N, H]."""
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        if self.fc_norm is not None:
+            parts = aux.chunk(len(self.fc_norm), -1)
+            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(aux)
+
     def embed(self, token_ids: Tensor, aux: Tensor, mask_slots: bool) -> tuple[Tensor, Tensor]:
         """What enters layer 0: one row per real slot, then one row that stands for all mask slots.
 
         Args:
             token_ids: [T] token embedded by each real slot.
             aux: [T, A*TH] target states.
-            mask_slots: append the mask row.
+            mask_slots: append the mask row (peagle only).
 
         Returns:
             embeddings and hidden, each [T or T + 1, H].
         """
         aux = aux.to(self.fc.weight.dtype)
         if mask_slots:
+            if self.mask_hidden is None or self.config.mask_token_id is None:
+                raise ValueError(f"a {self.config.method} head has no mask slots")
             aux = torch.cat([aux, self.mask_hidden.view(1, -1)])
             token_ids = torch.cat([token_ids, token_ids.new_tensor([self.config.mask_token_id])])
-        return self.embed_tokens(token_ids), self.fc(aux)
+        return self.embed_tokens(token_ids), self.fuse(aux)
 
     def body(
         self,
         embeddings: Tensor,
         hidden: Tensor,
         positions: Tensor,
-        attentions: list[Attention],
+        attentions: Sequence[Attention],
         spread: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """All layers and the final norm.
+        """All layers, without the final norm.
 
         Args:
             embeddings: [U, H] distinct input rows.
@@ -202,14 +212,15 @@ class PEagleHead(nn.Module):
             rows: [E] rows whose output is wanted; None: all. The last layer's MLP runs for them alone.
 
         Returns:
-            [E or N, H], ready for `lm_head`.
+            [E or N, H], the residual stream: `logits` reads it, eagle3 feeds it back (`next_state`).
         """
-        cos, sin = self.rotary(positions, hidden.dtype)
+        cos, sin = self._turns(positions, hidden.dtype)
         residual = hidden
-        x = hidden
         for index, (layer, attend) in enumerate(zip(self.blocks, attentions, strict=True)):
             if index == 0:
-                x = torch.cat([layer.input_layernorm(embeddings), layer.hidden_norm(hidden)], -1)
+                state = layer.hidden_norm(hidden)
+                residual = state if self.config.norm_before_residual else hidden
+                x = torch.cat([layer.input_layernorm(embeddings), state], -1)
             else:
                 x = layer.input_layernorm(residual)
             q, k, v = layer.self_attn.project(x)
@@ -220,16 +231,35 @@ class PEagleHead(nn.Module):
                 mixed, residual = mixed[rows], residual[rows]
             residual = residual + layer.self_attn.o_proj(mixed)
             residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
-        return self.norm(residual)
+        return residual
 
-    def forward(
-        self, batch: PackedBatch, attention: Callable[[PackedBatch], Attention] = ChainAttention
-    ) -> Tensor:
-        """Hidden states of the batch's supervised elements, ready for `lm_head`: [E, H]."""
-        attend = attention(batch)
+    def logits(self, residual: Tensor) -> Tensor:
+        """Draft logits [N, DV] of `body`'s output [N, H]."""
+        return self.lm_head(self.norm(residual))
+
+    def next_state(self, residual: Tensor) -> Tensor:
+        """What eagle3's next step reads in place of a fused target state; [N, H] from `body`'s [N, H]."""
+        return self.norm(residual) if self.config.norm_output else residual
+
+    def forward(self, batch: PackedBatch, attention: Callable[..., Attention] = ChainAttention) -> Tensor:
+        """The residual stream [E, H] of the batch's supervised elements, ready for `logits`.
+
+        One pass for all depths: peagle's. The unroll of an eagle3 head is `unroll.py`'s.
+        """
+        attend = {window: attention(batch, window) for window in set(self.config.windows)}
         embeddings, hidden = self.embed(batch.token_ids, batch.aux, mask_slots=batch.num_mask_slots > 0)
         slots = batch.num_slots
         spread = torch.arange(batch.positions.shape[0], device=batch.positions.device).clamp(max=slots)
-        return self.body(
-            embeddings, hidden, batch.positions, [attend] * len(self.layers), spread, batch.supervised
-        )
+        attentions = [attend[window] for window in self.config.windows]
+        return self.body(embeddings, hidden, batch.positions, attentions, spread, batch.supervised)
+
+    def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions [N], each [N, 1, D/2], computed in at least float32.
+
+        Frequencies are float32, as the server computes them, whatever the head's dtype: rounded to
+        bfloat16 they would turn far positions by whole radians. They are no buffer, so no cast of the
+        head reaches them.
+        """
+        wide = positions.to(torch.promote_types(dtype, torch.float32))
+        cos, sin = self.config.rope.angles(wide, self.config.head_dim)
+        return cos[:, None].to(dtype), sin[:, None].to(dtype)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
 
 
-class _CachedLayer:
-    """Causal attention of new rows over a growing cache, one layer."""
+class CachedLayer:
+    """Causal attention of new rows over a growing cache, one layer. Row i of the cache sits at position i."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None) -> None:
+        self.window = window
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
@@ -28,10 +29,12 @@ class _CachedLayer:
         keys, values = self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1)
         scores = torch.einsum("ihd,jhd->hij", q, keys) * q.shape[-1] ** -0.5
         new, total = q.shape[0], keys.shape[0]
-        later = (
-            torch.arange(total, device=q.device) > torch.arange(total - new, total, device=q.device)[:, None]
-        )
-        weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+        rows = torch.arange(total, device=q.device)
+        back = rows[total - new :, None] - rows
+        unseen = back < 0
+        if self.window is not None:
+            unseen = unseen | (back >= self.window)
+        weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
         return torch.einsum("hij,jhd->ihd", weights, values)
 
     def crop(self, length: int) -> None:
@@ -42,9 +45,9 @@ class _CachedLayer:
 class DraftSession:
     """One sequence's drafting state."""
 
-    def __init__(self, head: PEagleHead):
+    def __init__(self, head: DrafterHead):
         self.head = head
-        self.layers = [_CachedLayer() for _ in head.blocks]
+        self.layers = [CachedLayer(window) for window in head.config.windows]
         self.length = 0
 
     @torch.no_grad()
@@ -64,9 +67,9 @@ class DraftSession:
         spread = torch.arange(m + k - 1, device=next_tokens.device).clamp(max=m)
         positions = self.length + torch.arange(m + k - 1, device=next_tokens.device)
         wanted = torch.arange(m - 1, m + k - 1, device=next_tokens.device)
-        states = head.body(embeddings, hidden, positions, list(self.layers), spread, wanted)
+        states = head.body(embeddings, hidden, positions, self.layers, spread, wanted)
         self.length += m
         for layer in self.layers:
             layer.crop(self.length)
-        logits = head.lm_head(states)
+        logits = head.logits(states)
         return head.draft_token_ids[logits.argmax(-1)], logits

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from peagle_train.errors import CorruptError
 from peagle_train.files import atomic_directory, read_json, sha256_of, write_json, write_text
 from peagle_train.head.io import load_head, save_head
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
 from peagle_train.tensors import load_tensors, save_tensors
 
 
@@ -40,7 +40,7 @@ class Progress:
 
 
 def save_checkpoint(
-    directory: Path, head: PEagleHead, optimizer: torch.optim.Optimizer, progress: Progress, keep: int = 1
+    directory: Path, head: DrafterHead, optimizer: torch.optim.Optimizer, progress: Progress, keep: int = 1
 ) -> Path:
     """Writes `directory/step-N` atomically, then removes all but the newest `keep`."""
     path = directory / f"step-{progress.step:06d}"
@@ -59,7 +59,7 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(p for p in directory.glob("step-*") if (p / "state.json").is_file())
 
 
-def load_checkpoint(path: Path, head: PEagleHead, optimizer: torch.optim.Optimizer) -> Progress:
+def load_checkpoint(path: Path, head: DrafterHead, optimizer: torch.optim.Optimizer) -> Progress:
     """Puts weights and moments back; raises CorruptError if the folder differs from its checksums."""
     state = read_json(path / "state.json")
     file = path / "optimizer.safetensors"
@@ -79,7 +79,7 @@ def load_checkpoint(path: Path, head: PEagleHead, optimizer: torch.optim.Optimiz
     return Progress(**state)
 
 
-def save_best(directory: Path, head: PEagleHead, score: dict[str, Any]) -> None:
+def save_best(directory: Path, head: DrafterHead, score: dict[str, Any]) -> None:
     """Replaces `directory` with this head; the old best stands until the new one is whole."""
     with atomic_directory(directory) as temporary:
         save_head(temporary, head)
@@ -100,11 +100,11 @@ def trim_log(path: Path, step: int) -> None:
         write_text(path, "".join(kept))
 
 
-def _trained(head: PEagleHead) -> Iterator[tuple[str, nn.Parameter]]:
+def _trained(head: DrafterHead) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in head.named_parameters() if p.requires_grad)
 
 
-def _optimizer_tensors(head: PEagleHead, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _optimizer_tensors(head: DrafterHead, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     tensors = {}
     for name, parameter in _trained(head):
         for key, value in optimizer.state[parameter].items():

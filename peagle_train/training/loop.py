@@ -27,7 +27,7 @@ from peagle_train.errors import PeagleError
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
 from peagle_train.head.batch import PackedBatch, pack
 from peagle_train.head.loss import count_elements
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
 from peagle_train.recipe.schema import TrainSection
 from peagle_train.store.documents import Documents
 from peagle_train.training import checkpoint
@@ -62,7 +62,7 @@ class Loop:
     ):
         self.accelerator, self.data, self.section = accelerator, data, section
         self.seed, self.directory, self.console = seed, directory, console
-        self.head: PEagleHead = module.head
+        self.head: DrafterHead = module.head
         module.move_target_output(accelerator.device)
         optimizer = torch.optim.AdamW(
             _parameter_groups(self.head, section.weight_decay), lr=0.0, betas=section.betas, fused=True
@@ -240,13 +240,13 @@ class Loop:
                 file.write(json.dumps(record) + "\n")
 
 
-def _parameter_groups(head: PEagleHead, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay for matrices; none for norms, the placeholder state and the embedding table."""
+def _parameter_groups(head: DrafterHead, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay for matrices; none for norms, biases, the placeholder state and the embedding table."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, p in head.named_parameters():
         if p.requires_grad:
-            plain = name.endswith("norm.weight") or name in ("mask_hidden", "embed_tokens.weight")
+            plain = p.ndim == 1 or name in ("mask_hidden", "embed_tokens.weight")
             (others if plain else decayed).append(p)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 

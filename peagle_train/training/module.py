@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from peagle_train.head.batch import PackedBatch
 from peagle_train.head.loss import LossKind, LossSums, draft_loss
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
 
 
 class DraftTraining(nn.Module):
@@ -24,7 +24,7 @@ class DraftTraining(nn.Module):
         loss: "kl" or "ce".
     """
 
-    def __init__(self, head: PEagleHead, target_output: nn.Module, positions: int, loss: LossKind):
+    def __init__(self, head: DrafterHead, target_output: nn.Module, positions: int, loss: LossKind):
         super().__init__()
         self.head = head
         # Kept out of the module tree: it is neither trained, saved nor wrapped.
@@ -41,7 +41,7 @@ class DraftTraining(nn.Module):
         with torch.no_grad():
             target_logits = self._target_output[0](batch.last)
         return draft_loss(
-            self.head.lm_head(self.head(batch)),
+            self.head.logits(self.head(batch)),
             target_logits,
             batch.output_row,
             batch.labels,

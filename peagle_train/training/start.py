@@ -13,7 +13,8 @@ from peagle_train.errors import PeagleError
 from peagle_train.files import atomic_file
 from peagle_train.head.config import HeadConfig
 from peagle_train.head.initialise import initialise_from_target, initialise_randomly
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
+from peagle_train.head.rope import Rope
 from peagle_train.head.vocabulary import choose_draft_vocabulary, count_supervised
 from peagle_train.recipe.schema import Recipe
 from peagle_train.store.states import StateStore
@@ -29,7 +30,7 @@ LEAST_COVERAGE = 0.9
 class Start:
     """A fresh head and the part of the target that training keeps."""
 
-    head: PEagleHead
+    head: DrafterHead
     target_output: nn.Module
 
 
@@ -50,7 +51,7 @@ def make_start(
     mask_token_id = resolve_mask_token(section.mask_token, target.tokenizer, target.facts.vocab_size, used)
     token_ids = _draft_tokens(recipe, target, counts, mask_token_id, directory, console)
     _report_coverage(store, token_ids, target.facts.vocab_size, console)
-    head = PEagleHead(head_config(recipe, target, mask_token_id, token_ids))
+    head = DrafterHead(head_config(recipe, target, mask_token_id, token_ids))
     if head.config.reduced_vocabulary:
         head.set_draft_tokens(token_ids)
 
@@ -96,7 +97,7 @@ def head_config(recipe: Recipe, target: Target, mask_token_id: int, draft_token_
         aux_layers=tuple(section.aux_layers),
         mask_token_id=mask_token_id,
         rms_norm_eps=facts.rms_norm_eps,
-        rope_theta=section.rope_theta or facts.rope_theta,
+        rope=Rope(section.rope_theta or facts.rope_theta),
         max_position_embeddings=section.max_position_embeddings or facts.max_position_embeddings,
         own_embeddings=section.embeddings == "own",
     )

@@ -8,7 +8,8 @@ import torch
 from peagle_train.evaluation.loop import first_difference, gap_after, greedy, speculate
 from peagle_train.head.acceptance import offline_acceptance
 from peagle_train.head.config import HeadConfig
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
+from peagle_train.head.rope import Rope
 from peagle_train.head.session import DraftSession
 from peagle_train.store.documents import Documents
 from tests.training.conftest import AUX_LAYERS, Made, made
@@ -16,7 +17,7 @@ from tests.training.conftest import AUX_LAYERS, Made, made
 __all__ = ["made"]
 
 
-def head_for(made: Made, seed: int, layers: int = 1) -> PEagleHead:
+def head_for(made: Made, seed: int, layers: int = 1) -> DrafterHead:
     """A head that starts as the target's continuation, so that some drafts hold and some do not."""
     from peagle_train.head.initialise import initialise_from_target
 
@@ -34,11 +35,11 @@ def head_for(made: Made, seed: int, layers: int = 1) -> PEagleHead:
         aux_layers=tuple(AUX_LAYERS),
         mask_token_id=3,
         rms_norm_eps=facts.rms_norm_eps,
-        rope_theta=facts.rope_theta,
+        rope=Rope(facts.rope_theta),
         max_position_embeddings=facts.max_position_embeddings,
         own_embeddings=True,
     )
-    head = PEagleHead(config)
+    head = DrafterHead(config)
     initialise_from_target(
         head,
         embeddings=made.target.embedding_table(),

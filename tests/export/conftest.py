@@ -11,7 +11,8 @@ import torch
 
 from peagle_train.export.layout import export_head
 from peagle_train.head.config import HeadConfig
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
+from peagle_train.head.rope import Rope
 from peagle_train.target.facts import TargetFacts
 
 FACTS = TargetFacts(
@@ -35,7 +36,7 @@ FACTS = TargetFacts(
 
 def small_head(
     *, own: bool = True, draft_vocab_size: int = 40, layers: int = 2, **changes: Any
-) -> PEagleHead:
+) -> DrafterHead:
     """A random head for FACTS; every tensor non-zero."""
     fields: dict[str, Any] = {
         "hidden_size": 32,
@@ -50,13 +51,13 @@ def small_head(
         "aux_layers": (1, 2, 4),
         "mask_token_id": 3,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 30000.0,
+        "rope": Rope(30000.0),
         "max_position_embeddings": 512,
         "own_embeddings": own,
     }
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        head = PEagleHead(HeadConfig(**{**fields, **changes}))
+        head = DrafterHead(HeadConfig(**{**fields, **changes}))
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter.normal_()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from peagle_train.head.attention import ChainAttention, RuleAttention
 from peagle_train.head.batch import Document, pack
 from peagle_train.head.loss import draft_loss
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
 from peagle_train.head.reference import reference_loss
-from tests.head.toys import CONFIG, toy_document, toy_head
+from tests.head.toys import CONFIG, LAYOUTS, toy_document, toy_head
 
 POSITIONS = 4
 
@@ -25,7 +27,7 @@ def target_output(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fast_loss(
-    head: PEagleHead,
+    head: DrafterHead,
     documents: list[Document],
     kind: str = "kl",
     attention: type = ChainAttention,
@@ -37,7 +39,7 @@ def fast_loss(
     last = batch.last.to(weight.dtype)
     normed = last * (last.square().mean(-1, keepdim=True) + head.config.rms_norm_eps).rsqrt() * norm
     sums = draft_loss(
-        head.lm_head(head(batch, attention)),
+        head.logits(head(batch, attention)),
         normed @ weight[head.draft_token_ids].T,
         batch.output_row,
         batch.labels,
@@ -49,13 +51,13 @@ def fast_loss(
     return sums.loss, int(sums.count)
 
 
-def gradients(head: PEagleHead, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(head: DrafterHead, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     names = [n for n, p in head.named_parameters() if p.requires_grad]
     values = torch.autograd.grad(loss, [p for p in head.parameters() if p.requires_grad])
     return dict(zip(names, values, strict=True))
 
 
-def assert_same(head: PEagleHead, ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
+def assert_same(head: DrafterHead, ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
     assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance), (ours.item(), theirs.item())
     mine, reference = gradients(head, ours), gradients(head, theirs)
     for name, gradient in reference.items():
@@ -90,16 +92,28 @@ def test_the_dense_mask_of_the_rule_gives_the_same() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "changes", [dict(draft_vocab_size=40), dict(own_embeddings=False), dict(aux_layers=(2,))]
-)
-def test_other_layouts(changes: dict) -> None:
-    from dataclasses import replace
-
+@pytest.mark.parametrize("attention", [ChainAttention, RuleAttention])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(layout: str, attention: type) -> None:
+    changes: dict = LAYOUTS[layout]
     head = toy_head(**changes)
-    documents = [toy_document(**d, config=replace(CONFIG, **changes)) for d in DOCUMENTS[:2]]  # type: ignore[arg-type]
+    documents = [toy_document(**d, config=replace(CONFIG, **changes)) for d in DOCUMENTS[:3]]  # type: ignore[arg-type]
     slow, _ = reference_loss(head, documents, *target_output())
-    assert_same(head, fast_loss(head, documents)[0], slow, 1e-10)
+    assert_same(head, fast_loss(head, documents, attention=attention)[0], slow, 1e-10)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_option_changes_the_loss(layout: str) -> None:
+    """An option that neither path read would pass the equality above."""
+    changes = dict(LAYOUTS[layout])
+    shape = {"hidden_size", "aux_layers", "draft_vocab_size", "own_embeddings", "num_layers"}
+    if set(changes) <= shape:
+        return
+    head = toy_head(**changes)
+    plain = toy_head(**{k: v for k, v in changes.items() if k in shape})
+    plain.load_state_dict(head.state_dict(), strict=False)
+    documents = [toy_document(**d, config=replace(CONFIG, **changes)) for d in DOCUMENTS[:3]]  # type: ignore[arg-type]
+    assert abs(fast_loss(head, documents)[0].item() - fast_loss(plain, documents)[0].item()) > 1e-3
 
 
 def test_packing_adds_up() -> None:
@@ -154,8 +168,8 @@ def test_the_reference_notices_a_broken_rule(monkeypatch: pytest.MonkeyPatch) ->
     slow, _ = reference_loss(head, documents, *target_output())
     original = ChainAttention.__init__
 
-    def leaky(self: ChainAttention, batch: object) -> None:
-        original(self, batch)  # type: ignore[arg-type]
+    def leaky(self: ChainAttention, batch: object, window: int | None = None) -> None:
+        original(self, batch, window)  # type: ignore[arg-type]
         self.anchor = self.anchor + 1
 
     monkeypatch.setattr(ChainAttention, "__init__", leaky)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
 import torch
 
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, walk
@@ -9,22 +13,23 @@ from peagle_train.head.alignment import trainable_depths
 from peagle_train.head.batch import Document, pack
 from peagle_train.head.sampling import full_depths
 from peagle_train.head.session import DraftSession
-from tests.head.toys import toy_document, toy_head
+from tests.head.toys import CONFIG, LAYOUTS, toy_document, toy_head
 
 K = 4
 
 
-def row(seed: int = 5) -> Document:
-    document = toy_document(seed, length=20, turns=((6, 20),))
+def row(seed: int = 5, **changes: Any) -> Document:
+    document = toy_document(seed, length=20, turns=((6, 20),), config=replace(CONFIG, **changes))
     mask = torch.zeros(20, dtype=torch.bool)
     mask[6:] = True
     return Document(document.token_ids, document.aux, document.last, full_depths(trainable_depths(mask), K))
 
 
-def test_session_logits_equal_the_training_forward_at_every_anchor() -> None:
-    head, document = toy_head(), row()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_session_logits_equal_the_training_forward_at_every_anchor(layout: str) -> None:
+    head, document = toy_head(**LAYOUTS[layout]), row(**LAYOUTS[layout])
     batch = pack([document])
-    trained = head.lm_head(head(batch))
+    trained = head.logits(head(batch))
     where = {
         (int(batch.anchor[r]), int(batch.depth[r])): trained[i]
         for i, r in enumerate(batch.supervised.tolist())

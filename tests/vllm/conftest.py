@@ -18,7 +18,7 @@ from rich.console import Console
 from peagle_train.evaluation.loop import Greedy, greedy, speculate
 from peagle_train.export.layout import export_head
 from peagle_train.head.acceptance import Acceptance
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
 from peagle_train.recipe.schema import TargetSection
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
@@ -89,7 +89,7 @@ class Case:
 
     spec: Spec
     ground: Ground
-    head: PEagleHead
+    head: DrafterHead
     ours: Acceptance  # over all prompts, counted as vLLM counts
     result: dict[str, Any]
 

@@ -11,7 +11,8 @@ from peagle_train.head.batch import Document, pack
 from peagle_train.head.config import HeadConfig
 from peagle_train.head.initialise import initialise_from_target, initialise_randomly
 from peagle_train.head.loss import label_rows
-from peagle_train.head.model import PEagleHead
+from peagle_train.head.model import DrafterHead
+from peagle_train.head.rope import Rope
 from peagle_train.head.sampling import full_depths
 from peagle_train.target.adapter import Target
 
@@ -29,7 +30,7 @@ def make_head(
     seed: int,
     must_draft: list[int] | None = None,
     **sizes: Any,
-) -> PEagleHead:
+) -> DrafterHead:
     """A head of the given shape.
 
     initialise: "random" (wide weights and norms away from 1, so that a forgotten norm shows) or "target".
@@ -44,11 +45,11 @@ def make_head(
         "num_key_value_heads": facts.num_key_value_heads,
         "head_dim": facts.head_dim,
         "rms_norm_eps": facts.rms_norm_eps,
-        "rope_theta": facts.rope_theta,
+        "rope": Rope(facts.rope_theta),
         "max_position_embeddings": facts.max_position_embeddings,
         **sizes,
     }
-    head = PEagleHead(
+    head = DrafterHead(
         HeadConfig(
             num_layers=layers,
             vocab_size=facts.vocab_size,
@@ -93,7 +94,7 @@ def make_head(
 
 
 def train_briefly(
-    head: PEagleHead, target: Target, rows: list[tuple[list[int], list[int]]], positions: int, steps: int
+    head: DrafterHead, target: Target, rows: list[tuple[list[int], list[int]]], positions: int, steps: int
 ) -> float:
     """Fits the head to prompts and their greedy answers by cross entropy; returns the last loss per element.
 
@@ -113,7 +114,7 @@ def train_briefly(
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
     loss = torch.zeros(())
     for _ in range(steps):
-        logits = head.lm_head(head(batch))
+        logits = head.logits(head(batch))
         loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-1)
         optimizer.zero_grad()
         loss.backward()
