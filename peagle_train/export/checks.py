@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from peagle_train.errors import FaultsError
 from peagle_train.export import speculators
 from peagle_train.export.config_checks import check_config
-from peagle_train.export.contract import CONFIG_FILE, RECORD_FILE, WEIGHTS_FILE
+from peagle_train.export.contract import CONFIG_FILE, OPTIONS, RECORD_FILE, WEIGHTS_FILE, method_of
 from peagle_train.export.faults import AGAIN, brief, fault
-from peagle_train.export.tensor_checks import check_tensors
+from peagle_train.export.tensor_checks import check_tensors, tensor_names
 from peagle_train.files import sha256_of
-from peagle_train.head.config import HeadConfig
+from peagle_train.head.config import HeadConfig, Method
 
 if TYPE_CHECKING:
     from peagle_train.target.source import TargetFacts
@@ -49,15 +49,32 @@ class HeadReport:
         return [
             ("format", self.format),
             ("target", self.target or "not recorded"),
-            ("layers", str(head.num_layers)),
+            ("method", "parallel (peagle)" if head.method == "peagle" else "sequential (eagle3)"),
+            ("layers", f"{head.num_layers}, as in {head.drafter}" + _options(head)),
             ("aux layers", ", ".join(str(layer) for layer in head.aux_layers)),
             ("draft vocabulary", vocabulary if head.reduced_vocabulary else "full"),
             ("embeddings", "own" if head.own_embeddings else "shared with the target"),
-            ("mask token id", str(head.mask_token_id)),
+            ("mask token id", "none" if head.mask_token_id is None else str(head.mask_token_id)),
+            ("RoPE", _rope(head)),
             ("longest context", f"{head.max_position_embeddings:,} tokens"),
             ("parameters", f"{self.parameters / 1e6:,.1f} M in {self.dtype}, {self.size / 1e6:,.1f} MB"),
             ("SHA-256", self.weights_sha256),
         ]
+
+
+def _options(head: HeadConfig) -> str:
+    """The options that are on, and the windows."""
+    on = [name for name in OPTIONS if getattr(head, name)]
+    sliding = sum(window is not None for window in head.windows)
+    if sliding:
+        on.append(f"{sliding} with a window of {head.sliding_window:,}")
+    return "".join(f", {name}" for name in on)
+
+
+def _rope(head: HeadConfig) -> str:
+    rope = head.rope
+    kind = "" if rope.rope_type == "default" else f", {rope.rope_type}"
+    return f"theta {rope.theta:,g}{kind}" + "".join(f", {key} {value}" for key, value in rope.scaling.items())
 
 
 def check_head(
@@ -96,7 +113,8 @@ def check_head(
 
     facts = _target_facts(target, record or {})
     trained = _section(record or {}, "head")
-    config, dtype, found = check_config(plain, facts=facts, trained=trained, wrapped=wrapped)
+    method = _method(plain, trained, directory)
+    config, dtype, found = check_config(plain, method=method, facts=facts, trained=trained, wrapped=wrapped)
     faults += [f"{CONFIG_FILE}: {line}" for line in found]
 
     claimed_own = trained.get("own_embeddings")
@@ -116,6 +134,15 @@ def check_head(
         weights_sha256=sha256_of(weights),
         target=facts.get("model"),
     )
+
+
+def _method(config: dict[str, Any], trained: dict[str, Any], directory: Path) -> Method:
+    """How the head drafts: as it was trained, else as its config or its placeholder state tell."""
+    if trained.get("method") in ("peagle", "eagle3"):
+        return cast(Method, trained["method"])
+    if "mask_hidden" in tensor_names(directory):
+        return "peagle"
+    return method_of(config)
 
 
 def _read_object(path: Path, faults: list[str]) -> dict[str, Any] | None:

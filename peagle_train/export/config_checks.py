@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from peagle_train.export.contract import (
-    ARCHITECTURE,
+    ARCHITECTURES,
+    AUX_KEY,
     COPIED_KEYS,
     DTYPES,
     FIXED_OPTIONS,
+    LAYER_KINDS,
     MASK_KEYS,
-    REAL_KEYS,
+    OPTIONS,
     head_config,
 )
 from peagle_train.export.faults import AGAIN, OWN_TARGET, brief, fault, under
-from peagle_train.head.config import HeadConfig
+from peagle_train.head.config import SLIDING, HeadConfig, Method
+from peagle_train.head.rope import Rope
 
-AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 # vLLM looks at these before `pard_token`; one that is present must not name another token.
 OTHER_MASK_KEYS = ("mask_token_id", "dspark_noise_token_id")
-ARCHITECTURES = (ARCHITECTURE, "LlamaForCausalLM", "Eagle3LlamaForCausalLM")
 # Bounds on what is believed of a stranger's file before anything is counted by it.
 LARGEST = 2**31
 MOST_LAYERS = 1024
 
 
 def check_config(
-    config: dict[str, Any], *, facts: dict[str, Any], trained: dict[str, Any], wrapped: bool
+    config: dict[str, Any],
+    *,
+    method: Method,
+    facts: dict[str, Any],
+    trained: dict[str, Any],
+    wrapped: bool,
 ) -> tuple[HeadConfig | None, str | None, list[str]]:
     """Reads a plain config, or the one inside a speculators config.
 
     Args:
         config: the object.
+        method: how the head drafts, which decides whether it names a mask token.
         facts: num_layers, hidden_size, vocab_size, max_position_embeddings of the target; may be empty.
         trained: the HeadConfig that export.json recorded, as a dict; may be empty.
         wrapped: whether the config stood inside a speculators config, whose outer key names the class.
@@ -41,19 +49,27 @@ def check_config(
         `own_embeddings` is left False: the tensors decide it.
     """
     faults: list[str] = []
-    sizes_sound = _check_numbers(config, faults)
-    _check_class(config, wrapped, faults)
-    _check_options(config, faults)
-    aux_sound = _check_aux_layers(config, facts, faults)
-    mask_sound = _check_mask_token(config, faults)
-    _check_rope(config, faults)
+    sound = _check_numbers(config, faults)
+    sound &= _check_class(config, wrapped, faults)
+    sound &= _check_aux_layers(config, facts, faults)
+    sound &= _check_mask_token(config, method, faults)
+    # What no tensor's shape hangs on is left out where it is faulty, so that the tensors are still checked.
+    usable = dict(config)
+    for check, neutral in (
+        (_check_options, {key: config.get(key) is True for key in OPTIONS}),
+        (_check_rope, {"rope_theta": 1.0, "rope_scaling": None}),
+        (_check_windows, {"layer_types": None, "sliding_window": None}),
+    ):
+        if not check(config, faults):
+            usable |= neutral
     dtype = _check_dtype(config, faults)
-    if not (sizes_sound and aux_sound and mask_sound):
+    if not sound:
         return None, dtype, faults
-    head = head_config(config, own_embeddings=False)
+    head = head_config(usable, method=method, own_embeddings=False)
     _check_sizes_against_each_other(head, faults)
     _check_against_target(head, facts, faults)
-    _check_against_training(head, trained, faults)
+    if usable == config:
+        _check_against_training(head, trained, faults)
     return head, dtype, faults
 
 
@@ -61,9 +77,8 @@ def _check_numbers(config: dict[str, Any], faults: list[str]) -> bool:
     before = len(faults)
     for key in COPIED_KEYS:
         value: Any = config.get(key)
-        if key in REAL_KEYS:
-            good = type(value) in (int, float) and 0 < value < LARGEST  # false for NaN too
-            wanted = "a positive number"
+        if key == "rms_norm_eps":
+            good, wanted = _positive(value), "a positive number"
         else:
             largest = MOST_LAYERS if key == "num_hidden_layers" else LARGEST - 1
             good = type(value) is int and 1 <= value <= largest
@@ -73,22 +88,43 @@ def _check_numbers(config: dict[str, Any], faults: list[str]) -> bool:
     return len(faults) == before
 
 
-def _check_class(config: dict[str, Any], wrapped: bool, faults: list[str]) -> None:
-    if config.get("model_type") != "llama":
-        faults.append(fault("model_type", under(config, "model_type"), "'llama'"))
+def _positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < LARGEST  # false for NaN too
+
+
+def _check_class(config: dict[str, Any], wrapped: bool, faults: list[str]) -> bool:
+    drafter = config.get("model_type")
+    known = " or ".join(repr(name) for name in ARCHITECTURES)
+    if not isinstance(drafter, str) or drafter not in ARCHITECTURES:
+        wanted = f"{known}, the drafters vLLM has"
+        faults.append(fault("model_type", under(config, "model_type"), wanted))
+        return False
+    allowed = ARCHITECTURES[drafter]
     classes = config.get("architectures")
     first = classes[0] if isinstance(classes, list) and classes else None
-    if not wrapped and first not in ARCHITECTURES:
-        wanted = f"[{ARCHITECTURE!r}], since vLLM knows no other P-EAGLE name in a plain config"
+    if not wrapped and first not in allowed:
+        wanted = f"[{allowed[0]!r}], since vLLM knows no other P-EAGLE name in a plain config of {drafter!r}"
         faults.append(fault("architectures", under(config, "architectures"), wanted))
+    return True
 
 
-def _check_options(config: dict[str, Any], faults: list[str]) -> None:
+def _check_options(config: dict[str, Any], faults: list[str]) -> bool:
     for key, expected in FIXED_OPTIONS.items():
         value = config.get(key)
         if value != expected or isinstance(value, bool) != isinstance(expected, bool):
             wanted = f"{expected!r}, the only way this head was trained"
             faults.append(fault(key, under(config, key), wanted))
+    sound = True
+    for key in OPTIONS:
+        if not isinstance(config.get(key), bool):
+            faults.append(fault(key, under(config, key), "true or false, since vLLM would assume one"))
+            sound = False
+    nested = config.get("eagle_config")
+    key = "norm_before_fc"
+    if isinstance(nested, dict) and nested.get(key, config.get(key)) != config.get(key):
+        wanted = f"{under(config, key)} as at the top level: vLLM takes this one first"
+        faults.append(fault(f"eagle_config.{key}", under(nested, key), wanted, "remove the key"))
+    return sound
 
 
 def _check_aux_layers(config: dict[str, Any], facts: dict[str, Any], faults: list[str]) -> bool:
@@ -109,6 +145,9 @@ def _check_aux_layers(config: dict[str, Any], facts: dict[str, Any], faults: lis
     if type(config.get(key)) is not int or config[key] != len(layers):
         wanted = f"{len(layers)}, the length of {AUX_KEY}, by which vLLM sizes fc"
         faults.append(fault(key, under(config, key), wanted))
+    key = "num_aux_layers"  # the Qwen3 drafter looks here first
+    if config.get(key) not in (None, len(layers)):
+        faults.append(fault(key, under(config, key), f"none, or {len(layers)}", "remove the key"))
     section = config.get("eagle_config")
     inner = section if isinstance(section, dict) else {}
     if inner.get(AUX_KEY) != layers:
@@ -120,7 +159,13 @@ def _check_aux_layers(config: dict[str, Any], facts: dict[str, Any], faults: lis
     return True
 
 
-def _check_mask_token(config: dict[str, Any], faults: list[str]) -> bool:
+def _check_mask_token(config: dict[str, Any], method: Method, faults: list[str]) -> bool:
+    if method == "eagle3":
+        for key in (*MASK_KEYS, *OTHER_MASK_KEYS):
+            if config.get(key) is not None:
+                wanted = "none: an eagle3 head drafts one token after the other"
+                faults.append(fault(key, under(config, key), wanted, "remove the key"))
+        return True
     values = [config.get(key) for key in MASK_KEYS]
     mask: Any = values[0]
     if any(type(value) is not int or value != mask for value in values):
@@ -142,22 +187,60 @@ def _check_mask_token(config: dict[str, Any], faults: list[str]) -> bool:
     return True
 
 
-def _check_rope(config: dict[str, Any], faults: list[str]) -> None:
-    """The head turns by rope_theta alone; any scaling that vLLM would apply on top is a fault."""
-    theta = config.get("rope_theta")
-    for key in ("rope_scaling", "rope_parameters"):
-        value = config.get(key)
-        if value in (None, {}):
-            continue
-        harmless = (
-            isinstance(value, dict)
-            and set(value) <= {"rope_type", "rope_theta"}
-            and value.get("rope_type", "default") == "default"
-            and value.get("rope_theta", theta) == theta
+def _check_rope(config: dict[str, Any], faults: list[str]) -> bool:
+    """rope_theta and rope_scaling say what the head turns by; nothing else may say it differently."""
+    theta, scaling = config.get("rope_theta"), config.get("rope_scaling")
+    if not _positive(theta):
+        wanted = "a positive number, which vLLM would guess"
+        faults.append(fault("rope_theta", under(config, "rope_theta"), wanted))
+        return False
+    assert isinstance(theta, (int, float))
+    try:
+        rope = Rope.from_parameters(theta, scaling)
+    except (ValueError, TypeError, AttributeError) as error:
+        wanted = "a RoPE that vLLM's drafters and this head compute alike"
+        faults.append(fault("rope_scaling", f"{brief(scaling)} ({error})", wanted, "restore the value"))
+        return False
+    newer = config.get("rope_parameters")
+    if newer not in (None, {}):
+        try:
+            same = Rope.from_parameters(newer.get("rope_theta", theta), newer) == rope
+        except (ValueError, TypeError, AttributeError):
+            same = False
+        if not same:
+            wanted = f"none, or the same as rope_theta {brief(theta)} and rope_scaling"
+            faults.append(fault("rope_parameters", brief(newer), wanted, "remove the key"))
+    longest = config.get("max_position_embeddings")
+    if type(longest) is int and longest > rope.reach:
+        wanted = (
+            f"at most {rope.reach:g} = factor x original_max_position_embeddings: vLLM has no table beyond"
         )
-        if not harmless:
-            wanted = f"none, since the head was trained with rope_theta {brief(theta)} alone"
-            faults.append(fault(key, brief(value), wanted, "remove the key"))
+        faults.append(fault("max_position_embeddings", str(longest), wanted, "train with a larger factor"))
+    return True
+
+
+def _check_windows(config: dict[str, Any], faults: list[str]) -> bool:
+    before = len(faults)
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    layers = config.get("num_hidden_layers")
+    if kinds is not None:
+        known = isinstance(kinds, list) and all(kind in LAYER_KINDS for kind in kinds)
+        if not known or len(kinds) != layers:
+            wanted = f"{brief(layers)} times {' or '.join(LAYER_KINDS)}"
+            faults.append(fault("layer_types", brief(kinds), wanted))
+            return False
+    slides = kinds is not None and SLIDING in kinds
+    if slides and not (type(window) is int and 0 < window < LARGEST):
+        wanted = "a whole number: layer_types has sliding layers"
+        faults.append(fault("sliding_window", under(config, "sliding_window"), wanted))
+    if not slides and window is not None:
+        wanted = "none: no layer of layer_types slides"
+        faults.append(fault("sliding_window", under(config, "sliding_window"), wanted, "remove the key"))
+    key = "use_sliding_window"
+    if slides and config.get("model_type") == "qwen3" and config.get(key) is not True:
+        wanted = "true: without it transformers drops the window of a Qwen3 config"
+        faults.append(fault(key, under(config, key), wanted))
+    return len(faults) == before
 
 
 def _check_dtype(config: dict[str, Any], faults: list[str]) -> str | None:
@@ -194,10 +277,22 @@ def _check_against_target(head: HeadConfig, facts: dict[str, Any], faults: list[
 def _check_against_training(head: HeadConfig, trained: dict[str, Any], faults: list[str]) -> None:
     """config.json against the config the head was trained with, as export.json recorded it."""
     keys = {field: key for key, field in COPIED_KEYS.items()}
-    keys |= {"aux_layers": AUX_KEY, "mask_token_id": MASK_KEYS[0]}
+    keys |= {"aux_layers": AUX_KEY, "mask_token_id": MASK_KEYS[0], "drafter": "model_type"}
+    keys |= {"layer_types": "layer_types", "sliding_window": "sliding_window"}
+    keys |= {option: option for option in OPTIONS}
     for field, key in keys.items():
         now = getattr(head, field)
         now = list(now) if isinstance(now, tuple) else now
         if field in trained and trained[field] != now:
-            wanted = f"{brief(trained[field])}, with which the head was trained (export.json)"
-            faults.append(fault(key, brief(now), wanted, f"restore the value or {AGAIN}"))
+            _changed(key, now, trained[field], faults)
+    rope = trained.get("rope")
+    if isinstance(rope, dict):
+        for field, now in asdict(head.rope).items():
+            key = "rope_theta" if field == "theta" else f"rope_scaling.{field}"
+            if field in rope and rope[field] != now:
+                _changed(key, now, rope[field], faults)
+
+
+def _changed(key: str, now: Any, trained: Any, faults: list[str]) -> None:
+    wanted = f"{brief(trained)}, with which the head was trained (export.json)"
+    faults.append(fault(key, brief(now), wanted, f"restore the value or {AGAIN}"))

@@ -83,6 +83,7 @@ def export_head(
     if format == "speculators":
         config = speculators.wrap(
             plain,
+            method=head.config.method,
             target=reference,
             target_class=target.class_name,
             speculative_tokens=speculative_tokens,
@@ -140,7 +141,8 @@ def _load(directory: Path, config: HeadConfig, shared_embeddings: Tensor | None)
                 f"{list(wanted)}, {given}; pass shared_embeddings"
             )
         tensors[EMBEDDINGS] = shared_embeddings.detach().clone()
-    tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
+    if config.method == "peagle":
+        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
     head = DrafterHead(config)
     head.load_state_dict(tensors, assign=True)
     head.embed_tokens.weight.requires_grad_(config.own_embeddings)
@@ -176,14 +178,8 @@ def _prove_read_back(head: DrafterHead, directory: Path, report: HeadReport, sho
 
 
 def _rounded(head: DrafterHead, dtype: torch.dtype) -> DrafterHead:
-    """A copy on the CPU that computes in float32 with parameters rounded to `dtype`.
-
-    Only parameters are cast: `head.to(dtype)` would round the rotary frequencies too.
-    """
-    head = copy.deepcopy(head).cpu()
-    for parameter in head.parameters():
-        parameter.data = parameter.data.to(dtype).float()
-    return head
+    """A copy on the CPU that computes in float32 with parameters rounded to `dtype`."""
+    return copy.deepcopy(head).cpu().to(dtype).float()
 
 
 def _probe(head: DrafterHead) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from peagle_train.export.contract import EMBEDDINGS, WEIGHTS_FILE, tensor_shapes
+from peagle_train.export.contract import CONFIG_FILE, EMBEDDINGS, WEIGHTS_FILE, tensor_shapes
 from peagle_train.export.faults import AGAIN, fault
 from peagle_train.head.config import HeadConfig
 
@@ -68,6 +68,15 @@ def check_tensors(
     return config, parameters, faults
 
 
+def tensor_names(directory: Path) -> set[str]:
+    """Names in model.safetensors; none if it cannot be read (`check_tensors` says why)."""
+    try:
+        with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
+            return set(file.keys())
+    except (SafetensorError, OSError):
+        return set()
+
+
 def _where(name: str) -> str:
     return f"{WEIGHTS_FILE}: {name}"
 
@@ -93,7 +102,10 @@ def _name_and_shape_faults(config: HeadConfig, shapes: dict[str, tuple[int, ...]
             wanted = f"none beside a full vocabulary (draft_vocab_size = vocab_size = {config.vocab_size})"
             faults.append(fault(_where(name), "present", wanted, _REMOVE))
         else:
-            wanted = f"only the tensors of vLLM's Llama drafter with {config.num_layers} layers"
+            wanted = (
+                f"only the tensors of vLLM's {config.drafter} drafter with {config.num_layers} layers "
+                f"and the options of {CONFIG_FILE}"
+            )
             faults.append(fault(_where(name), "unknown tensor", wanted, _REMOVE))
     for name in sorted(expected.keys() & shapes.keys()):
         now, wanted_shape = shapes[name], expected[name]
@@ -134,8 +146,8 @@ def _value_faults(name: str, tensor: torch.Tensor) -> list[str]:
         return []  # the dtype is already a fault
     wrong = tensor.numel() - int(torch.isfinite(tensor.float()).sum())
     if not wrong:
-        # The placeholder state may be anything; a matrix or norm of zeros is a file that was never filled.
-        if name == "mask_hidden" or bool(tensor.any()):
+        # The placeholder state and biases may be anything; a matrix or norm of zeros was never filled.
+        if name == "mask_hidden" or name.endswith(".bias") or bool(tensor.any()):
             return []
         return [fault(_where(name), "nothing but zeros", "trained values", "export the head again")]
     found = f"{wrong:,} of {tensor.numel():,} values are NaN or infinite"

@@ -7,10 +7,28 @@ from typing import TYPE_CHECKING
 
 from peagle_train.errors import RecipeError
 from peagle_train.recipe.load import Places
-from peagle_train.recipe.schema import Recipe
+from peagle_train.recipe.schema import HeadSection, Recipe
 
 if TYPE_CHECKING:
+    from peagle_train.head.rope import Rope
     from peagle_train.target.source import TargetFacts
+
+
+def head_rope(head: HeadSection, facts: TargetFacts) -> Rope:
+    """The RoPE that a recipe asks for; what it leaves out is the target's.
+
+    Raises ValueError for a kind, or keys of it, that no drafter has.
+    """
+    from peagle_train.head.rope import Rope
+
+    asked = head.rope.model_dump(exclude_none=True)
+    theta = asked.pop("rope_theta", facts.rope_theta)
+    if asked["rope_type"] == "target":
+        extra = [key for key in asked if key != "rope_type"]
+        if extra:
+            raise ValueError(f"{', '.join(extra)} beside rope_type target, which takes all from the target")
+        asked = dict(facts.rope_scaling or {})
+    return Rope.from_parameters(theta, asked)
 
 
 def check_against_target(
@@ -66,6 +84,30 @@ def _faults(recipe: Recipe, facts: TargetFacts) -> Iterator[tuple[str, str]]:
             f"found {head.layers}; expected at most the {facts.num_layers} of {model}, whose last layers the "
             "head starts from; use fewer, or `initialise: random`",
         )
+    hidden = head.hidden_size or facts.hidden_size
+    if head.embeddings == "shared" and hidden != facts.hidden_size:
+        yield (
+            "head.hidden_size",
+            f"found {hidden}; expected {facts.hidden_size}, the width of the table of {model} that the head "
+            "shares; write `embeddings: own`, or leave hidden_size out",
+        )
+    try:
+        rope = head_rope(head, facts)
+    except ValueError as error:
+        yield (
+            "head.rope",
+            f"found {error}; expected a RoPE that vLLM's drafters compute: default, linear, llama3 or yarn "
+            "with their keys. A head's RoPE need not be its target's: `rope: {rope_type: default}` is plain "
+            "RoPE",
+        )
+    else:
+        needed = head.max_position_embeddings or facts.max_position_embeddings
+        if needed > rope.reach:
+            yield (
+                "head.rope",
+                f"found yarn with factor x original_max_position_embeddings = {rope.reach:g}; expected at "
+                f"least {needed}, the longest context: vLLM has no table beyond; raise the factor",
+            )
     heads = head.num_attention_heads or facts.num_attention_heads
     kv_heads = head.num_key_value_heads or facts.num_key_value_heads
     if heads % kv_heads:

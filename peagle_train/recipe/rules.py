@@ -95,6 +95,33 @@ def _warmup_ends(view: View) -> Iterator[Broken]:
         )
 
 
+def _windows_have_layers(view: View) -> Iterator[Broken]:
+    kinds, window, layers = (
+        view.get("head.layer_types"),
+        view.get("head.sliding_window"),
+        view.get("head.layers"),
+    )
+    if kinds is not None and len(kinds) != layers:
+        yield (
+            "head.layer_types",
+            f"found {len(kinds)} kinds; expected one for each of the {layers} layers of the head; change it "
+            "or head.layers",
+        )
+    slides = "sliding_attention" in (kinds or ())
+    if slides and window is None:
+        yield (
+            "head.sliding_window",
+            "found none; expected the window of the sliding layers in head.layer_types; name it, for example "
+            "sliding_window: 1024",
+        )
+    if window is not None and not slides:
+        yield (
+            "head.sliding_window",
+            f"found {window}, but no layer of head.layer_types is sliding_attention; expected none; leave it "
+            "out or name the sliding layers",
+        )
+
+
 def _states_hold_the_targets_range(view: View) -> Iterator[Broken]:
     if view.get("states.dtype") == "float16" and view.get("target.dtype") == "bfloat16":
         yield (
@@ -141,6 +168,7 @@ def _unseen_prompts_stay_unseen(view: View) -> Iterator[Broken]:
 _RULES: tuple[Callable[[View], Iterator[Broken]], ...] = (
     _drafts_fit_what_was_trained,
     _warmup_ends,
+    _windows_have_layers,
     _states_hold_the_targets_range,
     _heldout_names_are_free,
     _unseen_prompts_stay_unseen,

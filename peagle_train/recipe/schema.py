@@ -95,6 +95,31 @@ class StatesSection(Section):
     )
 
 
+class RopeSection(Section):
+    """Rotary positions of the head, keys as transformers names them. Left out: the target's."""
+
+    rope_type: Literal["target", "default", "linear", "llama3", "yarn"] = Field(
+        default="target", description="target: the target's own scaling; the keys below belong to the others"
+    )
+    rope_theta: Positive | None = Field(
+        default=None, description="base of the frequencies; left out: the target's"
+    )
+    factor: Positive | None = Field(
+        default=None, description="linear, llama3, yarn: how far the context is stretched"
+    )
+    original_max_position_embeddings: Count | None = Field(
+        default=None, description="llama3, yarn: the context before stretching"
+    )
+    low_freq_factor: Positive | None = Field(default=None, description="llama3")
+    high_freq_factor: Positive | None = Field(default=None, description="llama3")
+    beta_fast: Positive | None = Field(default=None, description="yarn; left out: 32")
+    beta_slow: Positive | None = Field(default=None, description="yarn; left out: 1")
+    attention_factor: Positive | None = Field(default=None, description="yarn; left out: 0.1 ln(factor) + 1")
+    mscale: Positive | None = Field(default=None, description="yarn, together with mscale_all_dim")
+    mscale_all_dim: Positive | None = Field(default=None, description="yarn, together with mscale")
+    truncate: bool | None = Field(default=None, description="yarn; left out: true")
+
+
 class HeadSection(Section):
     """The drafter head, as vLLM computes it. Sizes left out are the target's."""
 
@@ -109,13 +134,36 @@ class HeadSection(Section):
     draft_vocab_size: Count | None = Field(
         default=None, description="tokens the head can draft; left out: the target's whole vocabulary"
     )
+    drafter: Literal["llama", "qwen3"] = Field(
+        default="llama", description="kind of decoder layer; qwen3 norms queries and keys"
+    )
+    hidden_size: Count | None = Field(
+        default=None, description="width of the head; other than the target's it needs embeddings of its own"
+    )
     intermediate_size: Count | None = Field(default=None, description="width of the MLP")
     num_attention_heads: Count | None = Field(default=None, description="query heads")
     num_key_value_heads: Count | None = Field(default=None, description="must divide num_attention_heads")
     head_dim: Count | None = Field(
         default=None, description="width of one head; even, since RoPE turns pairs"
     )
-    rope_theta: Positive | None = Field(default=None, description="base of the rotary frequencies")
+    rope: RopeSection = Field(default=RopeSection(), description="rotary positions; left out: the target's")
+    layer_types: Annotated[
+        list[Literal["full_attention", "sliding_attention"]] | None, Field(min_length=1)
+    ] = Field(default=None, description="one per layer; left out: all of them full_attention")
+    sliding_window: Count | None = Field(
+        default=None, description="positions that a row of a sliding_attention layer sees"
+    )
+    norm_before_residual: bool = Field(
+        default=False, description="layer 0's residual starts from the normed state"
+    )
+    norm_before_fc: bool = Field(default=False, description="one norm over all tapped states before fc")
+    fc_norm: bool = Field(default=False, description="a norm for each tapped state before fc")
+    norm_output: bool = Field(
+        default=False, description="the state that is fed back is the normed one: of no effect in peagle"
+    )
+    attention_bias: bool = Field(
+        default=False, description="biases on q, k, v; with the llama drafter on the output too"
+    )
     max_position_embeddings: Count | None = Field(
         default=None, description="longest context; at least the target's, or serving fails there"
     )

@@ -14,8 +14,8 @@ from peagle_train.files import atomic_file
 from peagle_train.head.config import HeadConfig
 from peagle_train.head.initialise import initialise_from_target, initialise_randomly
 from peagle_train.head.model import DrafterHead
-from peagle_train.head.rope import Rope
 from peagle_train.head.vocabulary import choose_draft_vocabulary, count_supervised
+from peagle_train.recipe.checks import head_rope
 from peagle_train.recipe.schema import Recipe
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
@@ -85,7 +85,7 @@ def head_config(recipe: Recipe, target: Target, mask_token_id: int, draft_token_
     """The head's sizes: the recipe's where it names them, else the target's."""
     section, facts = recipe.head, target.facts
     return HeadConfig(
-        hidden_size=facts.hidden_size,
+        hidden_size=section.hidden_size or facts.hidden_size,
         intermediate_size=section.intermediate_size or facts.intermediate_size,
         num_layers=section.layers,
         num_attention_heads=section.num_attention_heads or facts.num_attention_heads,
@@ -97,9 +97,17 @@ def head_config(recipe: Recipe, target: Target, mask_token_id: int, draft_token_
         aux_layers=tuple(section.aux_layers),
         mask_token_id=mask_token_id,
         rms_norm_eps=facts.rms_norm_eps,
-        rope=Rope(section.rope_theta or facts.rope_theta),
+        rope=head_rope(section, facts),
         max_position_embeddings=section.max_position_embeddings or facts.max_position_embeddings,
         own_embeddings=section.embeddings == "own",
+        drafter=section.drafter,
+        norm_before_residual=section.norm_before_residual,
+        norm_before_fc=section.norm_before_fc,
+        fc_norm=section.fc_norm,
+        norm_output=section.norm_output,
+        attention_bias=section.attention_bias,
+        layer_types=tuple(section.layer_types or ()) if section.sliding_window else (),
+        sliding_window=section.sliding_window,
     )
 
 

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from peagle_train.errors import RecipeError
+from peagle_train.head.rope import Rope
 from peagle_train.recipe import check_against_target, read_recipe
+from peagle_train.recipe.checks import head_rope
+from peagle_train.recipe.schema import HeadSection
 from peagle_train.target.facts import TargetFacts
 from tests.recipe.test_load import GOOD
 
@@ -133,3 +136,43 @@ def test_all_faults_at_once_with_lines(tmp_path: Path) -> None:
         ["FILE:11", "head.mask_token"],
         ["command line", "head.draft_vocab_size"],
     ]
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512, "truncate": False}
+
+
+def head_of(tmp_path: Path, *overrides: str) -> HeadSection:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(GOOD)
+    return read_recipe(path, overrides).recipe.head
+
+
+def test_the_rope_is_the_targets_unless_named(tmp_path: Path) -> None:
+    stretched = dataclasses.replace(FACTS, rope_theta=5e4, rope_scaling=YARN)
+    assert head_rope(head_of(tmp_path), FACTS) == Rope(1e4)
+    assert head_rope(head_of(tmp_path), stretched) == Rope.from_parameters(5e4, YARN)
+    assert head_rope(head_of(tmp_path, "head.rope.rope_type=default"), stretched) == Rope(5e4)
+    named = head_of(tmp_path, "head.rope={rope_type: linear, rope_theta: 1.0e6, factor: 4.0}")
+    assert head_rope(named, stretched) == Rope(1e6, "linear", factor=4.0)
+
+
+def test_a_rope_no_drafter_computes_is_refused_with_the_cure(tmp_path: Path) -> None:
+    gemma = dataclasses.replace(
+        FACTS, rope_scaling={"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    )
+    (fault,) = faults_of(tmp_path, facts=gemma)
+    assert "head.rope: found" in fault and "proportional" in fault
+    assert "`rope: {rope_type: default}` is plain RoPE" in fault
+    (fault,) = faults_of(tmp_path, "head.rope.factor=2.0")
+    assert "factor beside rope_type target" in fault
+
+
+def test_yarn_must_reach_the_longest_context(tmp_path: Path) -> None:
+    short = {**YARN, "original_max_position_embeddings": 256}
+    (fault,) = faults_of(tmp_path, facts=dataclasses.replace(FACTS, rope_scaling=short))
+    assert "= 512; expected at least 1024" in fault
+
+
+def test_a_head_of_another_width_cannot_share_the_targets_table(tmp_path: Path) -> None:
+    (fault,) = faults_of(tmp_path, "head.hidden_size=48", "head.embeddings=shared")
+    assert "head.hidden_size: found 48; expected 64" in fault

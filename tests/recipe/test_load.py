@@ -271,6 +271,21 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
             "never reached",
         ),
         (
+            "head.layer_types=[full_attention]",
+            "head.layer_types: found 1 kinds; expected one for each of the 4 layers of the head; "
+            "change it or head.layers",
+        ),
+        (
+            "head={layers: 1, aux_layers: [1], mask_token: 3, layer_types: [sliding_attention]}",
+            "head.sliding_window: found none; expected the window of the sliding layers in "
+            "head.layer_types; name it, for example sliding_window: 1024",
+        ),
+        (
+            "head.sliding_window=8",
+            "head.sliding_window: found 8, but no layer of head.layer_types is sliding_attention; "
+            "expected none; leave it out or name the sliding layers",
+        ),
+        (
             "states.dtype=float16",
             "states.dtype: found float16 for a target in bfloat16; expected bfloat16 (the same "
             "size), because float16 ends at 65,504 and a large state would be stored as infinity",
