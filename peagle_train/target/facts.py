@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from peagle_train.errors import PeagleError
 from peagle_train.target.families import family_of
+
+
+class KVLayer(NamedTuple):
+    """What one decoder layer keeps in a KV cache. window: positions it sees; None: all."""
+
+    window: int | None
+    kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -19,6 +27,7 @@ class TargetFacts:
     num_layers: decoder layers L; aux layer ids run from 0 (embeddings) to L.
     rope_theta, rope_scaling: base, and the rest of the RoPE settings (None: plain RoPE). For classes
         with one RoPE per kind of layer: those of the full-attention layers.
+    kv_layers: the layers that keep a KV cache of their own, in order.
     logit_softcap: cap c of `c * tanh(logits / c)`; None where logits are not capped.
     """
 
@@ -37,6 +46,7 @@ class TargetFacts:
     rms_norm_eps: float
     tie_word_embeddings: bool
     logit_softcap: float | None
+    kv_layers: tuple[KVLayer, ...] = ()
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -100,4 +110,24 @@ def facts_of(settings: Mapping[str, Any], model: str) -> TargetFacts:
         rms_norm_eps=float(need("rms_norm_eps")),
         tie_word_embeddings=bool(need("tie_word_embeddings")),
         logit_softcap=None if softcap is None else float(softcap),
+        kv_layers=_kv_layers(settings, int(need("num_key_value_heads")), int(head_dim)),
     )
+
+
+def _kv_layers(settings: Mapping[str, Any], kv_heads: int, head_dim: int) -> tuple[KVLayer, ...]:
+    """One entry a layer; the last `num_kv_shared_layers` read an earlier layer's cache (Gemma4)."""
+    count = int(settings["num_hidden_layers"]) - int(settings.get("num_kv_shared_layers") or 0)
+    kinds = settings.get("layer_types") or ["full_attention"] * count
+    own = settings.get("per_layer_config") or {}
+    layers = []
+    for index, kind in enumerate(kinds[:count]):
+        window = settings.get("sliding_window") if kind == "sliding_attention" else None
+        values = own.get(str(index), own.get(index, {}))
+        layers.append(
+            KVLayer(
+                window,
+                int(values.get("num_key_value_heads") or kv_heads),
+                int(values.get("head_dim") or head_dim),
+            )
+        )
+    return tuple(layers)
