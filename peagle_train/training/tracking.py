@@ -65,8 +65,8 @@ def require_trackers(track: TrackSection) -> None:
     missing = [name for name in track.log_with if name not in available]
     if missing:
         raise PeagleError(
-            f"track.log_with: {', '.join(missing)} is not installed here; run `pip install "
-            f"{' '.join(missing)}` (or `pip install 'peagle-train[track]'` for all trackers), or leave it out"
+            f"track.log_with: not installed here: {', '.join(missing)}; run `pip install "
+            f"{' '.join(missing)}` (`pip install 'peagle-train[track]'` for all trackers), or leave it out"
         )
     if "wandb" in track.log_with and not track.offline:
         import wandb
