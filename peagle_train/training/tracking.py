@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,7 +32,7 @@ from accelerate.tracking import get_available_trackers
 from rich.console import Console
 
 from peagle_train.errors import PeagleError
-from peagle_train.files import read_json, write_json
+from peagle_train.files import atomic_file, read_json, remove_leftovers, write_json
 from peagle_train.recipe.schema import Recipe, TrackSection
 from peagle_train.recipe.yaml_text import dump
 from peagle_train.stages import TRACKING
@@ -116,7 +117,7 @@ class Tracking:
             except Exception as error:  # noqa: BLE001 - trackers raise whatever their transports raise
                 del self._live[name]
                 self._console.print(
-                    f"track: {name} failed and is sent nothing more ({error}); training goes on, and "
+                    f"track: {name} failed and is sent nothing more ({_words(error)}); training goes on, and "
                     f"{self._log} has every record",
                     style="yellow",
                     markup=False,
@@ -156,7 +157,7 @@ def trackers(
             _start(accelerator, recipe, folder, state, keys, surroundings)
         except Exception as error:  # as above
             raise PeagleError(
-                f"track.log_with: {', '.join(track.log_with)} cannot start: {type(error).__name__}: {error}; "
+                f"track.log_with: {', '.join(track.log_with)} cannot start: {_words(error)}; "
                 "mend that, set track.offline=true, or leave the tracker out of track.log_with"
             ) from error
         tracking = Tracking(accelerator, directory, state, keys, console)
@@ -230,7 +231,13 @@ def _mlflow_store(track: TrackSection, folder: Path, stack: ExitStack) -> dict[s
     if chosen and not track.offline:
         return {}
     folder.mkdir(exist_ok=True)
-    mlflow.set_tracking_uri(f"sqlite:///{folder.resolve() / 'mlflow.db'}")
+    remove_leftovers(folder)
+    database = folder.resolve() / "mlflow.db"
+    if not database.is_file():
+        # mlflow makes its tables in many steps, and never mends what a kill left half made.
+        with atomic_file(database) as temporary:
+            mlflow.MlflowClient(f"sqlite:///{temporary}").search_experiments()
+    mlflow.set_tracking_uri(f"sqlite:///{database}")
     stack.callback(mlflow.set_tracking_uri, chosen)  # type: ignore[arg-type]  # None unsets it
     return {"logging_dir": (folder / "artifacts").resolve().as_uri()}
 
@@ -253,11 +260,19 @@ def _trackio_stays_here() -> Iterator[None]:
 def _finish(accelerator: Accelerator, console: Console) -> None:
     """Ends what was started. accelerate's end_training would also end the process group, still needed."""
     for tracker in accelerator.trackers:
+        if not hasattr(tracker, "tracker"):
+            continue  # another one could not start, and this one's turn never came
         try:
             tracker.finish()
         except Exception as error:  # noqa: BLE001 - the others are to be finished too
-            console.print(f"track: {tracker.name} did not end well: {error}", style="yellow", markup=False)
+            message = f"track: {tracker.name} did not end well: {_words(error)}"
+            console.print(message, style="yellow", markup=False, highlight=False)
     accelerator.trackers.clear()
+
+
+def _words(error: Exception) -> str:
+    """An error without the user and password that a server's address may carry."""
+    return re.sub(r"//[^/@\s]+@", "//", f"{type(error).__name__}: {error}")
 
 
 @contextmanager

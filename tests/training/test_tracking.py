@@ -23,6 +23,7 @@ import pytest
 import yaml
 from accelerate.tracking import TensorBoardTracker
 from huggingface_hub import constants
+from rich.console import Console
 
 from peagle_train.errors import PeagleError
 from peagle_train.files import read_json
@@ -95,9 +96,15 @@ def recipe_with(log_with: list[str], **track: Any) -> Recipe:
     return Recipe.model_validate({**values, "track": section})
 
 
-def train(made: Made, directory: Path, recipe: Recipe, die_at: int | None = None, **changes: Any) -> None:
+def train(
+    made: Made,
+    directory: Path,
+    recipe: Recipe,
+    die_at: int | None = None,
+    console: Console | None = None,
+) -> None:
     """Trains as the stage does; `die_at` is the step that does not come to pass."""
-    loop = make_loop(made, directory, **changes)
+    loop = make_loop(made, directory)
     loop.accelerator = make_accelerator(
         SimpleNamespace(recipe=recipe, training_dir=directory)  # type: ignore[arg-type]
     )
@@ -109,7 +116,7 @@ def train(made: Made, directory: Path, recipe: Recipe, die_at: int | None = None
         return step(number)
 
     loop._step = mortal  # type: ignore[method-assign]
-    with trackers(loop.accelerator, recipe, directory, loop.console) as loop.tracking:
+    with trackers(loop.accelerator, recipe, directory, console or loop.console) as loop.tracking:
         loop.run()
 
 
@@ -282,18 +289,20 @@ def test_a_tracker_turned_on_late_shows_the_whole_curve(made: Made, tmp_path: Pa
 
 
 def test_a_tracker_that_fails_stops_no_training_and_catches_up(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = TensorBoardTracker.log
 
     def failing(self: TensorBoardTracker, values: dict, step: int | None = None, **rest: Any) -> None:
         if step == 5:
-            raise ConnectionError("the server is gone")
+            raise ConnectionError("no answer from https://me:password@server/api")
         log(self, values, step=step, **rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(TensorBoardTracker, "log", failing)
-        train(made, tmp_path / "t", recipe_with(["tensorboard"]))
+        train(made, tmp_path / "t", recipe_with(["tensorboard"]), console=Console(width=200))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "track: tensorboard failed" in said and "from https://server/api" in said
     assert [r["step"] for r in log_of(tmp_path / "t") if "loss" in r] == list(range(1, 13))
     assert max(step for _, step, _ in in_tensorboard(tmp_path / "t", tmp_path)) == 4
     train(made, tmp_path / "t", recipe_with(["tensorboard"]))
@@ -307,6 +316,26 @@ def test_another_project_is_another_run(made: Made, tmp_path: Path) -> None:
     train(made, tmp_path / "t", recipe_with(["tensorboard"]))
     steps = [step for curve, step, _ in in_tensorboard(tmp_path / "t", tmp_path) if curve == "train/loss"]
     assert steps == list(range(1, 13))
+
+
+def test_mlflow_stopped_while_it_makes_its_tables_starts_again(
+    made: Made, tmp_path: Path, trackio_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow.store.db.utils
+
+    def stopped(engine: Any) -> None:
+        with engine.begin() as connection:  # what a kill leaves: a table, and no note of its version
+            connection.exec_driver_sql("CREATE TABLE metrics (key VARCHAR(250))")
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(PeagleError, match="mlflow cannot start"):
+        patch.setattr(mlflow.store.db.utils, "_initialize_tables", stopped)
+        # mlflow keeps connections by file name, and another process has another name for what is unfinished.
+        patch.setattr("peagle_train.files._TEMPORARY", ".killed")
+        train(made, tmp_path / "t", recipe_with(["mlflow"]))
+    train(made, tmp_path / "t", recipe_with(["mlflow"]))
+    points = in_mlflow(tmp_path / "t", trackio_folder)
+    assert sorted(step for curve, step, _ in points if curve == "train/loss") == list(range(1, 13))
 
 
 def test_a_tracker_that_cannot_start_is_one_error_before_training(made: Made, tmp_path: Path) -> None:
