@@ -231,6 +231,27 @@ class TrainSection(Section):
     checkpoint_every: Count = Field(default=100, description="steps between checkpoints to resume from")
 
 
+class TrackSection(Section):
+    """Trackers that show the curves of training; none is needed, and none changes what is trained."""
+
+    log_with: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        default=[], description="tensorboard, wandb, mlflow, trackio: some, or none"
+    )
+    project: Name = Field(default="peagle", description="the project, in mlflow the experiment")
+    run: Text | None = Field(default=None, description="the run's name there; left out: the recipe's name")
+    entity: Text | None = Field(default=None, description="user or team of wandb; left out: its default")
+    offline: bool = Field(
+        default=False, description="send nothing anywhere: keep all of it on this machine's disk"
+    )
+
+    @field_validator("log_with")
+    @classmethod
+    def _each_once(cls, names: list[str]) -> list[str]:
+        if len(set(names)) < len(names):
+            raise ValueError(f"found {names}; expected each tracker once; write {list(dict.fromkeys(names))}")
+        return names
+
+
 class ExportSection(Section):
     """The directory vLLM loads."""
 
@@ -271,6 +292,7 @@ class Recipe(Section):
     states: StatesSection = StatesSection()
     head: HeadSection
     train: TrainSection
+    track: TrackSection = TrackSection()
     export: ExportSection = ExportSection()
     evaluate: EvaluateSection = EvaluateSection()
     push: PushSection = PushSection()

@@ -138,6 +138,21 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
         ),
         ("train.loss=xyz", "train.loss: found the text 'xyz'; expected one of kl, ce"),
         ("train.loss=1", "train.loss: found the number 1; expected one of kl, ce"),
+        (
+            "track.log_with=[wandb, tensorbord]",
+            "track.log_with[1]: found the text 'tensorbord'; expected one of tensorboard, wandb, mlflow, "
+            "trackio; did you mean tensorboard?",
+        ),
+        (
+            "track.log_with=[wandb, wandb]",
+            "track.log_with: found ['wandb', 'wandb']; expected each tracker once; write ['wandb']",
+        ),
+        (
+            "track.log_with=wandb",
+            "track.log_with: found the text 'wandb'; expected a list (one of tensorboard, wandb, mlflow, "
+            "trackio)",
+        ),
+        ("track.with=[wandb]", "track.with: unknown key; did you mean track.log_with?"),
         # types
         ("train.steps=many", "train.steps: found the text 'many'; expected a whole number, at least 1"),
         (
