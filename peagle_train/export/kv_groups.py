@@ -11,7 +11,7 @@ v1/core/kv_cache_utils.py, `_get_kv_cache_groups_uniform_page_size`:
 Example, gpt-oss-20b with 12 sliding and 12 full layers: a head of 4 full layers makes 12 and 16, so the size
 is 16 and the head's layers share a group. On an 8-layer model of the same kind, 4 and 4 + 4 give size 4, and
 two groups to deal the head's layers out to. Serving then needs `--disable-hybrid-kv-cache-manager`, which
-costs the memory that sliding layers would save, and always works.
+costs the memory that sliding layers would save, and works where all sliding layers have one window.
 
 Targets of one kind of layer are never cut. Backends that store blocks outermost pack layers in another way;
 none that serves the supported targets asks for it.
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from peagle_train.errors import PeagleError
 from peagle_train.head.config import HeadConfig
 from peagle_train.target.facts import KVLayer, TargetFacts
 
@@ -56,6 +57,25 @@ def groups_of_head(target: Sequence[KVLayer], head: Sequence[KVLayer]) -> int:
     return len(used)
 
 
+def one_group_works(layers: Sequence[KVLayer]) -> bool:
+    """Whether vLLM starts with `FLAG`: it then merges all layers, which it can for one width of window."""
+    return len({layer.window for layer in layers if layer.window is not None}) <= 1
+
+
 def needs_flag(head: HeadConfig, target: TargetFacts) -> bool:
-    """Whether serving this head needs `FLAG`."""
-    return groups_of_head(target.kv_layers, head_layers(head)) > 1
+    """Whether serving this head needs `FLAG`.
+
+    Raises:
+        PeagleError: vLLM cannot serve it beside this target with the flag either.
+    """
+    mine, theirs = head_layers(head), target.kv_layers
+    if groups_of_head(theirs, mine) == 1:
+        return False
+    if not one_group_works([*theirs, *mine]):
+        windows = sorted({layer.window for layer in [*theirs, *mine] if layer.window is not None})
+        raise PeagleError(
+            f"head.sliding_window: vLLM cannot serve this head beside {target.model}: its layers fall into "
+            f"several KV cache groups, and windows of {' and '.join(map(str, windows))} cannot share one; "
+            "give the head the target's window, or no sliding layers"
+        )
+    return True

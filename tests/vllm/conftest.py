@@ -168,7 +168,7 @@ def _head(layout: Layout, ground: Ground, seed: int, trained: bool) -> DrafterHe
         own_embeddings=layout.own,
         initialise=layout.initialise,
         seed=seed,
-        must_draft=[token for answer in answers for token in answer],
+        must_draft=[token for answer in answers for token in answer] if trained else [],
         **{**sizes, **layout.head},
     )
     if trained:

@@ -80,9 +80,9 @@ QWEN3 = {"drafter": "qwen3"}
 LAYOUTS = [
     # Vocabulary, embeddings, depth, format.
     Layout("one layer"),
-    Layout("four layers, reduced", layers=4, aux=(0, 2), draft_vocab_size=160),
+    Layout("four layers, reduced", layers=4, aux=(0, 2), draft_vocab_size=200),
     Layout("four layers, shared", layers=4, aux=(0, 2), own=False, format="speculators"),
-    Layout("reduced, shared", draft_vocab_size=96, own=False, format="speculators"),
+    Layout("reduced, shared", draft_vocab_size=160, own=False, format="speculators"),
     Layout("vocabulary of 262,144", target="wide gemma4", aux=(2, 4), steps=16),
     # Every class of target.
     Layout("qwen2", target="qwen2", layers=2),
