@@ -4,20 +4,29 @@ The target's own chat template is the only authority: it is rendered with its ge
 the text it gives is tokenised as it stands. What a user typed must stay text. A prompt that spells one
 of the tokenizer's control tokens (`<|im_end|>`, say) would become that token, end the user's turn and
 forge the next one, so it is left out and counted.
+
+Some templates write today's date (harmony, Llama 3). Rows must not depend on the day they were made, so
+such a template is told the day that the recipe names, and is refused where the recipe names none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, datetime
 from typing import Any
 
 from data_prep.prompts import Candidates, Message, prove_disjoint
 from peagle_train.errors import PeagleError
+from peagle_train.target.tokens import control_texts
 
 TOO_LONG = "too long"  # more than data.max_prompt_tokens
 CONTROL = "control token"  # spelled in the text of a turn
 REPEATS = "repeats"  # the same text stands earlier in the set
+
+_KEYS_FOR = {"strftime_now": "; set data.date", "messages": "; set data.system_prompt, or write the turns"}
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,18 @@ class Rendered:
 class ChatRenderer:
     """Renders prompts through one tokenizer's chat template."""
 
-    def __init__(self, tokenizer: Any, system_prompt: str | None = None):
-        """Raises PeagleError if the tokenizer has no chat template."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        system_prompt: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        day: date | None = None,
+    ):
+        """variables: what the template reads besides the messages. day: what it is told as today.
+
+        Raises PeagleError if the tokenizer has no chat template, and for a variable or a day that its
+        template does not read.
+        """
         if not tokenizer.chat_template:
             raise PeagleError(
                 f"target {tokenizer.name_or_path}: its tokenizer has no chat template, so nobody knows how "
@@ -44,15 +63,36 @@ class ChatRenderer:
             )
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
-        self._control = sorted(_control_texts(tokenizer))
+        self._variables = dict(variables or {})
+        self._day = day
+        self._control = sorted(control_texts(tokenizer))
+        _check_variables(self._variables, tokenizer)
+        if day is not None and "strftime_now" not in tokenizer.get_chat_template():
+            raise PeagleError(
+                f"data.date: found {day}; but the target's chat template writes no date; leave it out"
+            )
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids up to and including the generation prompt."""
+        """Token ids up to and including the generation prompt.
+
+        Raises PeagleError if the template asks for today's date and there is none to tell.
+        """
         turns = [{"role": message.role, "content": message.content} for message in messages]
         if self._system_prompt is not None and turns[0]["role"] != "system":
             turns.insert(0, {"role": "system", "content": self._system_prompt})
-        text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = self._tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, strftime_now=self._today, **self._variables
+        )
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _today(self, format: str) -> str:
+        """Stands in for the clock that transformers gives to templates."""
+        if self._day is None:
+            raise PeagleError(
+                f"target {self._tokenizer.name_or_path}: its chat template writes today's date, so the rows "
+                "would change from day to day; name the day in the recipe: data.date=YYYY-MM-DD"
+            )
+        return datetime(self._day.year, self._day.month, self._day.day).strftime(format)
 
     def spells_control_token(self, messages: Sequence[Message]) -> str | None:
         """The first control token that a turn spells, or None."""
@@ -99,11 +139,15 @@ def render_sets(
     return rows, left_out
 
 
-def _control_texts(tokenizer: Any) -> set[str]:
-    """Texts of added tokens that are special or look like markup; added runs of spaces do not count."""
-    texts = set()
-    for token in tokenizer.added_tokens_decoder.values():
-        bracketed = token.content.startswith(("<", "[")) and token.content.endswith((">", "]"))
-        if token.content.strip() and (token.special or bracketed):
-            texts.add(token.content)
-    return texts
+def _check_variables(variables: Mapping[str, Any], tokenizer: Any) -> None:
+    """Raises PeagleError for a variable that would be ignored, or that is not the recipe's to set."""
+    taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    for name in variables:
+        key = f"data.template_variables.{name}"
+        if name in taken or name in _KEYS_FOR:
+            raise PeagleError(f"{key}: the renderer itself sets `{name}`{_KEYS_FOR.get(name, '')}")
+        if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
+            raise PeagleError(
+                f"{key}: the target's chat template does not read `{name}`, so it would change nothing; "
+                "look the name up in the template, or leave it out"
+            )

@@ -22,6 +22,7 @@ from peagle_train.errors import PeagleError
 from peagle_train.target.cache import KeyValueCache
 from peagle_train.target.facts import TargetFacts, facts_of, settings_of
 from peagle_train.target.families import family_of
+from peagle_train.target.tokens import end_tokens
 
 
 class TappedStates(NamedTuple):
@@ -72,7 +73,7 @@ class Target:
         # transformers renamed the argument; both spellings are in use (5.19 and 5.24).
         parameters = inspect.signature(self._decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self.end_token_ids = _end_tokens(model, tokenizer, facts.model)
+        self.end_token_ids = end_tokens(model.generation_config.eos_token_id, tokenizer, facts.model)
 
     @classmethod
     def load(
@@ -249,19 +250,6 @@ def _logits(norm: nn.Module, weight: torch.Tensor, softcap: float | None, last: 
     # The product runs in the target's dtype, as the model and vLLM do it; only then float32.
     logits = nn.functional.linear(norm(last.to(weight.dtype)), weight).float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _end_tokens(model: Any, tokenizer: Any, name: str) -> tuple[int, ...]:
-    named = model.generation_config.eos_token_id
-    ends = set(named if isinstance(named, list) else [named])
-    ends.add(tokenizer.eos_token_id)
-    ends.discard(None)
-    if not ends:
-        raise PeagleError(
-            f"target {name}: neither generation_config.json nor the tokenizer names an end-of-text token, "
-            "so no answer would ever end. Add `eos_token_id` to generation_config.json."
-        )
-    return tuple(sorted(ends))
 
 
 @contextmanager
