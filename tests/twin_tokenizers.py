@@ -133,10 +133,10 @@ def _llama3(vocab: int) -> Tokenizer:
 _QWEN2 = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _MEDIA = ["object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start", "quad_end"]
 _MEDIA += ["vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"]
-_QWEN_PLAIN = ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
-_QWEN_PLAIN += ["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>"]
-_QWEN_PLAIN += ["<think>", "</think>"]
-QWEN3 = [*_QWEN2, *(f"<|{name}|>" for name in _MEDIA), *_QWEN_PLAIN]
+QWEN_PLAIN = ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
+QWEN_PLAIN += ["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>"]
+QWEN_PLAIN += ["<think>", "</think>"]
+QWEN3 = [*_QWEN2, *(f"<|{name}|>" for name in _MEDIA), *QWEN_PLAIN]
 _QWEN3_NO_THOUGHT = (
     "{% if enable_thinking is defined and not enable_thinking %}"
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
@@ -152,7 +152,7 @@ def _qwen2(vocab: int) -> Tokenizer:
 
 
 def _qwen3(vocab: int) -> Tokenizer:
-    return _added(_byte_level(_ORDINARY), QWEN3, _QWEN_PLAIN)
+    return _added(_byte_level(_ORDINARY), QWEN3, QWEN_PLAIN)
 
 
 # --- gpt-oss: harmony

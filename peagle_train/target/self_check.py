@@ -32,7 +32,7 @@ _SAME = {torch.float32: 1e-4}
 _SAME_NARROW = 3e-2
 # ... and the middle token's distance where shapes differ: rounding flips a rare expert, not half of them.
 _NEAR = {torch.float32: 1e-3}
-_NEAR_NARROW = 0.1
+_NEAR_NARROW = 0.2
 
 
 @torch.no_grad()
