@@ -12,11 +12,14 @@ such a template is told the day that the recipe names, and is refused where the 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Any
+
+from jinja2 import TemplateError
 
 from data_prep.prompts import Candidates, Message, prove_disjoint
 from peagle_train.errors import PeagleError
@@ -26,6 +29,7 @@ TOO_LONG = "too long"  # more than data.max_prompt_tokens
 CONTROL = "control token"  # spelled in the text of a turn
 REPEATS = "repeats"  # the same text stands earlier in the set
 
+_CLOCK = r"""strftime_now\(\s*('[^']*'|"[^"]*")\s*\)"""
 _KEYS_FOR = {"strftime_now": "; set data.date", "messages": "; set data.system_prompt, or write the turns"}
 
 
@@ -64,35 +68,32 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._variables = dict(variables or {})
-        self._day = day
         self._control = sorted(control_texts(tokenizer))
         _check_variables(self._variables, tokenizer)
-        if day is not None and "strftime_now" not in tokenizer.get_chat_template():
-            raise PeagleError(
-                f"data.date: found {day}; but the target's chat template writes no date; leave it out"
-            )
+        self._template = _told_the_day(tokenizer.get_chat_template(), day)
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Token ids up to and including the generation prompt.
 
-        Raises PeagleError if the template asks for today's date and there is none to tell.
+        Raises PeagleError if the template refuses the turns, or asks for a day that was not named.
         """
         turns = [{"role": message.role, "content": message.content} for message in messages]
         if self._system_prompt is not None and turns[0]["role"] != "system":
             turns.insert(0, {"role": "system", "content": self._system_prompt})
-        text = self._tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, strftime_now=self._today, **self._variables
-        )
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _today(self, format: str) -> str:
-        """Stands in for the clock that transformers gives to templates."""
-        if self._day is None:
-            raise PeagleError(
-                f"target {self._tokenizer.name_or_path}: its chat template writes today's date, so the rows "
-                "would change from day to day; name the day in the recipe: data.date=YYYY-MM-DD"
+        try:
+            text = self._tokenizer.apply_chat_template(
+                turns,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._variables,
             )
-        return datetime(self._day.year, self._day.month, self._day.day).strftime(format)
+        except TemplateError as error:
+            raise PeagleError(
+                f"target {self._tokenizer.name_or_path}: its chat template refuses turns of "
+                f"{', '.join(turn['role'] for turn in turns)}: {error}"
+            ) from error
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def spells_control_token(self, messages: Sequence[Message]) -> str | None:
         """The first control token that a turn spells, or None."""
@@ -137,6 +138,33 @@ def render_sets(
             )
     prove_disjoint((row.set, row.id, row.text) for row in rows)
     return rows, left_out
+
+
+def _told_the_day(template: str, day: date | None) -> str:
+    """The template with the clock it asks for, `strftime_now`, replaced by a macro that knows one day.
+
+    transformers gives templates the clock itself and lets no caller replace it; a macro of that name in
+    the template comes before it. Only formats that stand in the template can be told; without a day, none.
+    """
+    if "strftime_now" not in template:
+        if day is not None:
+            raise PeagleError(f"data.date: found {day}; but the target's chat template writes no date")
+        return template
+    told = {}
+    if day is not None:
+        formats = [quoted[1:-1] for quoted in re.findall(_CLOCK, template)]
+        told = {format: datetime(day.year, day.month, day.day).strftime(format) for format in formats}
+    unknown = (
+        "it asks for today's date, which would change the rows from day to day; name the day in the recipe: "
+        "data.date=YYYY-MM-DD"
+        if day is None
+        else "it asks for the date in a format that does not stand in the template; mend the template"
+    )
+    return (
+        f"{{% macro strftime_now(format) %}}{{% set told = {json.dumps(told)} %}}{{% if format in told %}}"
+        f"{{{{ told[format] }}}}{{% else %}}{{{{ raise_exception({json.dumps(unknown)}) }}}}{{% endif %}}"
+        f"{{% endmacro %}}\n{template}"  # the newline after a block is dropped
+    )
 
 
 def _check_variables(variables: Mapping[str, Any], tokenizer: Any) -> None:
