@@ -163,3 +163,12 @@ def test_variables_reach_the_template(family: str, tmp_path: Path) -> None:
         for variables in ({}, {name: value})
     ]
     assert written not in texts[0] and written in texts[1]
+
+
+def test_qwen_coders_tools_stand_in_the_system_turn(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path, "qwen3_moe", 448)
+    tool = {"name": "sum", "parameters": {"type": "object"}}
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool], tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert '{"name": "sum"' in text.split("<|im_end|>")[0]
+    assert ids.count(tokenizer.convert_tokens_to_ids("<tool_call>")) == 1
