@@ -117,6 +117,28 @@ def test_a_template_that_asks_for_the_day_is_told_the_recipes(dated: Any) -> Non
         ChatRenderer(dated).render(turns)
 
 
+def test_the_told_day_changes_nothing_but_the_day(dated: Any) -> None:
+    turns = [{"role": "user", "content": " Hi\n"}]
+    while True:
+        today = date.today()
+        own = dated.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        if date.today() == today:
+            break
+    assert dated.decode(ChatRenderer(dated, day=today).render([Message("user", " Hi\n")])) == own
+
+
+def test_a_template_that_builds_its_format_is_refused(dated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dated, "chat_template", "{% set f = '%d' %}{{ strftime_now(f) }}")
+    with pytest.raises(PeagleError, match="a format that does not stand in the template"):
+        ChatRenderer(dated, day=date(2025, 6, 28)).render([Message("user", "Hi")])
+
+
+def test_what_the_template_itself_refuses(dated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dated, "chat_template", "{{ raise_exception('no system turns') }}")
+    with pytest.raises(PeagleError, match="its chat template refuses turns of user: no system turns"):
+        ChatRenderer(dated).render([Message("user", "Hi")])
+
+
 def test_a_day_that_nobody_asks_for_is_refused(tokenizer: Any) -> None:
     with pytest.raises(PeagleError, match=r"data\.date: found 2025-06-28; but .* writes no date"):
         ChatRenderer(tokenizer, day=date(2025, 6, 28))
