@@ -8,6 +8,7 @@ only the target can tell (its depth, its vocabulary) in `checks.py`.
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -73,6 +74,13 @@ class DataSection(Section):
     system_prompt: str | None = Field(
         default=None, description="system turn put before every prompt; left out: the template's own default"
     )
+    template_variables: dict[SetName, bool | int | float | str] = Field(
+        default={}, description="what the chat template reads besides the turns, e.g. reasoning_effort: low"
+    )
+    date: Text | None = Field(
+        default=None,
+        description="YYYY-MM-DD, the day that a chat template is told as today; templates that ask need it",
+    )
     max_prompt_tokens: Count = Field(default=256, description="longer prompts are left out and counted")
     max_new_tokens: Count = Field(default=64, description="an answer is cut here and counted as truncated")
     batch_size: Count = Field(
@@ -81,6 +89,22 @@ class DataSection(Section):
     workers: Count | None = Field(
         default=None, description="single-thread processes on a CPU; left out: one per core, one on a GPU"
     )
+
+    @field_validator("date")
+    @classmethod
+    def _date_is_a_day(cls, text: str | None) -> str | None:
+        try:
+            good = text is None or datetime.date.fromisoformat(text).isoformat() == text
+        except ValueError:
+            good = False
+        if not good:
+            raise ValueError(f"found the text {text!r}; expected a day as YYYY-MM-DD, e.g. 2025-12-31")
+        return text
+
+    @property
+    def day(self) -> datetime.date | None:
+        """`date` as a date."""
+        return None if self.date is None else datetime.date.fromisoformat(self.date)
 
 
 class StatesSection(Section):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from peagle_train.errors import PeagleError
 from peagle_train.target.families import family_of
+
+# Keys that change what a model computes and leave no trace in its weights. (What has weights, a norm, a
+# bias, a sink, is noticed when they are loaded.) RoPE's keys end up in `rope_parameters`, which is read.
+_ARITHMETIC = re.compile(
+    r"(?!rope_|initializer_).*(softcap|multiplier|scal(e|ing|ar)s?(_|$)|parallel_residual|clip_qkv|alibi"
+    r"|sliding_window$|temperature)"
+)
 
 
 class KVLayer(NamedTuple):
@@ -47,6 +55,13 @@ class TargetFacts:
     tie_word_embeddings: bool
     logit_softcap: float | None
     kv_layers: tuple[KVLayer, ...] = ()
+
+
+def read_facts(config: Any, model: str) -> TargetFacts:
+    """The facts of a transformers config. Raises PeagleError as `facts_of`, and for a peculiarity unknown."""
+    settings = settings_of(config)
+    _refuse_uncomputed(config, str((settings["architectures"] or [config.model_type])[0]), model)
+    return facts_of(settings, model)
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -131,3 +146,24 @@ def _kv_layers(settings: Mapping[str, Any], kv_heads: int, head_dim: int) -> tup
             )
         )
     return tuple(layers)
+
+
+def _refuse_uncomputed(config: Any, class_name: str, model: str) -> None:
+    """Raises PeagleError for a setting of config.json that the target's class would pass over in silence.
+
+    transformers keeps keys that a class does not declare and does nothing with them: a Llama config with
+    `logits_scaling` loads, and computes as if the key were not there. What was trained with it, and what
+    a server does with it, is something else.
+    """
+    for part in (config, config.get_text_config()):
+        declared = {field.name for field in fields(type(part))}
+        for key, value in part.to_dict().items():
+            off = value is None or (value is not True and value in (0, 1))  # False, no cap, a factor of one
+            if key in declared or off or not _ARITHMETIC.match(key):
+                continue
+            raise PeagleError(
+                f"target {model} ({class_name}): its config.json sets `{key}` to {value!r}, which this class "
+                "of transformers does not compute. Needed: the class that does in `architectures`, supported "
+                "in peagle_train/target/families.py; or, if the model was trained without it, a config.json "
+                "without the key."
+            )

@@ -48,7 +48,9 @@ def make_start(
     # No row of any set may hold the mask token: held-out text is text a server will see.
     used = set(torch.cat([store.token_ids(info.row) for info in store.info()]).unique().tolist())
     section = recipe.head
-    mask_token_id = resolve_mask_token(section.mask_token, target.tokenizer, target.facts.vocab_size, used)
+    mask_token_id = resolve_mask_token(
+        section.mask_token, target.tokenizer, target.facts.vocab_size, used, target.end_token_ids
+    )
     token_ids = _draft_tokens(recipe, target, counts, mask_token_id, directory, console)
     _report_coverage(store, token_ids, target.facts.vocab_size, console)
     head = DrafterHead(head_config(recipe, target, mask_token_id, token_ids))
