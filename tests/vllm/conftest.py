@@ -197,6 +197,7 @@ def _export(case: Case, directory: Path) -> dict[str, Any]:
         "head": str(directory),
         "format": spec.layout.format,
         "k": spec.k,
+        "parallel": case.head.config.method == "peagle",
         "prompts": ground.prompts,
         "max_tokens": ground.max_tokens,
         "max_model_len": longest + 32,  # near its end vLLM stops drafting for the whole batch: stay away
