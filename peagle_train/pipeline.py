@@ -130,10 +130,20 @@ def export_copy(run: Run, directory: Path, format: str, console: Console) -> Non
 
 def _serve_command(run: Run, console: Console) -> str:
     """vLLM is given the target as the user named it; a packaged one as the folder it was turned into."""
-    from peagle_train.export.stage import serve_command, target_reference
+    from peagle_train.export.serving import serve_command, serving_flags
+    from peagle_train.export.stage import target_reference
+    from peagle_train.head.config import HeadConfig
 
     target, recipe = target_reference(run, console), run.recipe
-    return serve_command(run.head_dir, target, recipe.evaluate.k, recipe.export.format, method=recipe.method)
+    head = HeadConfig.from_dict(read_json(run.head_dir / "export.json")["head"])
+    return serve_command(
+        run.head_dir,
+        target,
+        recipe.evaluate.k,
+        recipe.export.format,
+        method=head.method,
+        flags=serving_flags(head, run.facts.kv_layers),
+    )
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

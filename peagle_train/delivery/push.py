@@ -170,7 +170,7 @@ def _card(
     console: Console,
 ) -> str:
     """The card of this head for this place."""
-    from peagle_train.export.stage import serve_command
+    from peagle_train.export.serving import serve_command
 
     record = _read_object(head / "export.json")
     provenance, target = (_section(record, key) for key in ("provenance", "target"))
@@ -195,7 +195,14 @@ def _card(
         acceptance=results.get("sets", {}),
         k=k,
         title=place.title,
-        serve=serve_command(served, reference, k or DEFAULT_K, report.format, method=report.config.method),
+        serve=serve_command(
+            served,
+            reference,
+            k or DEFAULT_K,
+            report.format,
+            method=report.config.method,
+            flags=report.flags,
+        ),
         fetch=fetch,
     )
     return make_card(facts, entries)

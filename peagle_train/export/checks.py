@@ -17,9 +17,11 @@ from peagle_train.export import speculators
 from peagle_train.export.config_checks import check_config
 from peagle_train.export.contract import CONFIG_FILE, OPTIONS, RECORD_FILE, WEIGHTS_FILE, method_of
 from peagle_train.export.faults import AGAIN, brief, fault
+from peagle_train.export.serving import serving_flags
 from peagle_train.export.tensor_checks import check_tensors, tensor_names
 from peagle_train.files import sha256_of
 from peagle_train.head.config import HeadConfig, Method
+from peagle_train.target.facts import KVLayer
 
 if TYPE_CHECKING:
     from peagle_train.target.source import TargetFacts
@@ -41,6 +43,7 @@ class HeadReport:
     size: int  # bytes of model.safetensors
     weights_sha256: str
     target: str | None  # the model named by export.json; None for a head without that file
+    flags: tuple[str, ...] = ()  # of `vllm serve`, as far as the target is known
 
     def rows(self) -> list[tuple[str, str]]:
         """Name and value of every line of the table that export prints."""
@@ -59,6 +62,7 @@ class HeadReport:
             ("longest context", f"{head.max_position_embeddings:,} tokens"),
             ("parameters", f"{self.parameters / 1e6:,.1f} M in {self.dtype}, {self.size / 1e6:,.1f} MB"),
             ("SHA-256", self.weights_sha256),
+            *(("serving needs", flag) for flag in self.flags),
         ]
 
 
@@ -121,6 +125,15 @@ def check_head(
     config, parameters, found = check_tensors(directory, config, dtype, claimed_own=claimed_own, facts=facts)
     faults += found
     faults += _checksum_faults(directory, record or {})
+    flags: tuple[str, ...] = ()
+    if config is not None:
+        try:
+            flags = serving_flags(config, facts.get("kv_layers", ()))
+        except ValueError as error:
+            wanted = "a head that vLLM can serve beside its target"
+            faults.append(
+                fault(f"{CONFIG_FILE}: sliding_window", str(error), wanted, "train without windows")
+            )
     if faults or config is None or dtype is None:
         raise HeadFault(shown, faults)
     weights = directory / WEIGHTS_FILE
@@ -133,6 +146,7 @@ def check_head(
         size=weights.stat().st_size,
         weights_sha256=sha256_of(weights),
         target=facts.get("model"),
+        flags=flags,
     )
 
 
@@ -177,9 +191,24 @@ def _target_facts(target: TargetFacts | None, record: dict[str, Any]) -> dict[st
     )
     names["model"] = str
     if target is not None:
-        return {name: getattr(target, name) for name in names}
+        return {name: getattr(target, name) for name in (*names, "kv_layers")}
     recorded = _section(record, "target")
-    return {name: recorded[name] for name, kind in names.items() if type(recorded.get(name)) is kind}
+    facts = {name: recorded[name] for name, kind in names.items() if type(recorded.get(name)) is kind}
+    return {**facts, "kv_layers": _kv_layers(recorded.get("kv_layers"))}
+
+
+def _kv_layers(value: Any) -> list[KVLayer]:
+    """What export.json says of the target's layers; none of it if anything is wrong with it."""
+    if not isinstance(value, list):
+        return []
+    sound = all(
+        isinstance(layer, list)
+        and len(layer) == 3
+        and all(type(number) is int and number > 0 for number in layer[1:])
+        and (layer[0] is None or (type(layer[0]) is int and layer[0] > 0))
+        for layer in value
+    )
+    return [KVLayer(*layer) for layer in value] if sound else []
 
 
 def _checksum_faults(directory: Path, record: dict[str, Any]) -> list[str]:

@@ -104,6 +104,7 @@ def export_head(
                 "hidden_size": target.hidden_size,
                 "vocab_size": target.vocab_size,
                 "max_position_embeddings": target.max_position_embeddings,
+                "kv_layers": target.kv_layers,
             },
             "sha256": {name: sha256_of(temporary / name) for name in (CONFIG_FILE, WEIGHTS_FILE)},
             "provenance": extra or {},

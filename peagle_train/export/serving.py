@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from peagle_train.head.config import HeadConfig
-from peagle_train.target.facts import KVLayer, TargetFacts
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from peagle_train.head.config import HeadConfig, Method
+from peagle_train.target.facts import KVLayer
 from peagle_train.target.kv_groups import FLAG, needs_flag
 
 
@@ -12,10 +17,36 @@ def kv_layers(head: HeadConfig) -> tuple[KVLayer, ...]:
     return tuple(KVLayer(window, head.num_key_value_heads, head.head_dim) for window in head.windows)
 
 
-def serving_flags(head: HeadConfig, target: TargetFacts) -> list[str]:
-    """Flags of `vllm serve` that this pair needs.
+def serving_flags(head: HeadConfig, target: Sequence[KVLayer]) -> tuple[str, ...]:
+    """Flags of `vllm serve` that a head needs beside a target with these layers.
 
     Raises:
         ValueError: vLLM cannot serve the pair at all.
     """
-    return [FLAG] if needs_flag(kv_layers(head), target) else []
+    return (FLAG,) if needs_flag(kv_layers(head), target) else ()
+
+
+def serve_command(
+    head_dir: Path | str,
+    target: str,
+    k: int,
+    format: str = "plain",
+    *,
+    method: Method = "peagle",
+    flags: Sequence[str] = (),
+) -> str:
+    """The command that serves a head.
+
+    vLLM's method and parallel drafting are always named for a plain head: left out, vLLM guesses the method
+    from the folder's name and drafts one token at a time. vLLM calls both of our methods eagle3; parallel
+    drafting is what tells them apart. A speculators head says all of it itself.
+    """
+    if format == "speculators":
+        return shlex.join(["vllm", "serve", str(head_dir), *flags])
+    speculative = {
+        "method": "eagle3",
+        "model": str(head_dir),
+        "num_speculative_tokens": k,
+        "parallel_drafting": method == "peagle",
+    }
+    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculative), *flags])

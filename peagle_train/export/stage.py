@@ -6,8 +6,6 @@ its stage.json already inside, so a killed export leaves nothing half done.
 
 from __future__ import annotations
 
-import json
-import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from rich.table import Table
 from peagle_train.errors import CorruptError
 from peagle_train.export.checks import HeadReport
 from peagle_train.export.layout import export_head
+from peagle_train.export.serving import serve_command
 from peagle_train.files import read_json, remove_leftovers
-from peagle_train.head.config import Method
 from peagle_train.head.io import DESCRIPTION, load_head
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, finished, require, seal
@@ -69,7 +67,14 @@ def export(run: Run, console: Console) -> StageResult:
         extra=_provenance(run, parts["checkpoint"]),
         finish=lambda temporary: seal(temporary, parts, time.monotonic() - start),
     )
-    serve = serve_command(directory, reference, recipe.evaluate.k, report.format, method=report.config.method)
+    serve = serve_command(
+        directory,
+        reference,
+        recipe.evaluate.k,
+        report.format,
+        method=report.config.method,
+        flags=report.flags,
+    )
     print_report(report, serve, console)
     message = f"{directory} ({report.format}, {report.dtype}), proven: complete, finite, equal to {best}"
     return StageResult("export", time.monotonic() - start, False, message, run.command_for("evaluate"))
@@ -81,26 +86,6 @@ def target_reference(run: Run, console: Console) -> str:
     if model.startswith("package:") or Path(model).expanduser().is_dir():
         return str(obtain(run.recipe.target, console).resolve())
     return model
-
-
-def serve_command(
-    head_dir: Path | str, target: str, k: int, format: str = "plain", *, method: Method = "peagle"
-) -> str:
-    """The command that serves a head.
-
-    vLLM's method and parallel drafting are always named for a plain head: left out, vLLM guesses the method
-    from the folder's name and drafts one token at a time. vLLM calls both of our methods eagle3; parallel
-    drafting is what tells them apart. A speculators head says all of it itself.
-    """
-    if format == "speculators":
-        return shlex.join(["vllm", "serve", str(head_dir)])
-    speculative = {
-        "method": "eagle3",
-        "model": str(head_dir),
-        "num_speculative_tokens": k,
-        "parallel_drafting": method == "peagle",
-    }
-    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculative)])
 
 
 def print_report(report: HeadReport, serve: str, console: Console) -> None:

@@ -123,7 +123,7 @@ def _faults(recipe: Recipe, facts: TargetFacts) -> Iterator[tuple[str, str]]:
     kinds = head.layer_types or ["full_attention"] * head.layers
     windows = [head.sliding_window if kind == "sliding_attention" else None for kind in kinds]
     try:
-        needs_flag([KVLayer(window, kv_heads, head_dim) for window in windows], facts)
+        needs_flag([KVLayer(window, kv_heads, head_dim) for window in windows], facts.kv_layers)
     except ValueError as error:
         yield (
             "head.sliding_window",

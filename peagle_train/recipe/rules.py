@@ -102,6 +102,15 @@ def _mask_token_fits_the_method(view: View) -> Iterator[Broken]:
         )
 
 
+def _norm_output_has_a_use(view: View) -> Iterator[Broken]:
+    if view.get("head.norm_output") and view.get("method") == "peagle":
+        yield (
+            "head.norm_output",
+            "found true; expected false, because a peagle head feeds no state back; leave it out, or set "
+            "method=eagle3",
+        )
+
+
 def _warmup_ends(view: View) -> Iterator[Broken]:
     warmup, steps = view.get("train.warmup_steps"), view.get("train.steps")
     if warmup >= steps:
@@ -183,6 +192,7 @@ def _unseen_prompts_stay_unseen(view: View) -> Iterator[Broken]:
 
 _RULES: tuple[Callable[[View], Iterator[Broken]], ...] = (
     _mask_token_fits_the_method,
+    _norm_output_has_a_use,
     _drafts_fit_what_was_trained,
     _warmup_ends,
     _windows_have_layers,

@@ -184,7 +184,7 @@ class HeadSection(Section):
     norm_before_fc: bool = Field(default=False, description="one norm over all tapped states before fc")
     fc_norm: bool = Field(default=False, description="a norm for each tapped state before fc")
     norm_output: bool = Field(
-        default=False, description="the state that is fed back is the normed one: of no effect in peagle"
+        default=False, description="eagle3 only: the state that is fed back is the normed one"
     )
     attention_bias: bool = Field(
         default=False, description="biases on q, k, v; with the llama drafter on the output too"

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from peagle_train.target.facts import KVLayer, TargetFacts
+from peagle_train.target.facts import KVLayer
 
 FLAG = "--disable-hybrid-kv-cache-manager"
 
@@ -55,14 +55,14 @@ def one_group_works(layers: Sequence[KVLayer]) -> bool:
     return len({layer.window for layer in layers if layer.window is not None}) <= 1
 
 
-def needs_flag(head: Sequence[KVLayer], target: TargetFacts) -> bool:
-    """Whether serving a head with these layers needs `FLAG`.
+def needs_flag(head: Sequence[KVLayer], target: Sequence[KVLayer]) -> bool:
+    """Whether serving a head with these layers beside a target with those needs `FLAG`.
 
     Raises:
         ValueError: vLLM cannot serve it beside this target with the flag either.
     """
-    layers = [*target.kv_layers, *head]
-    if groups_of_head(target.kv_layers, head) == 1:
+    layers = [*target, *head]
+    if groups_of_head(target, head) == 1:
         return False
     if not one_group_works(layers):
         windows = sorted({layer.window for layer in layers if layer.window is not None})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from peagle_train.export.checks import HeadFault, check_head
 from peagle_train.export.contract import DTYPES
 from peagle_train.export.layout import export_head, read_head
 from peagle_train.head.session import DraftSession
+from peagle_train.target.facts import KVLayer
 from tests.export.conftest import FACTS, small_head
+from tests.head.toys import LAYOUTS
 
 
 def logits(head):
@@ -37,6 +40,53 @@ def test_a_head_comes_back_bit_for_bit(tmp_path: Path, format: str, own: bool, d
         assert torch.equal(back.state_dict()[name], tensor), name
     assert torch.equal(back.draft_token_ids, head.draft_token_ids)
     assert torch.equal(logits(back), logits(head))
+
+
+EAGLE3 = {"method": "eagle3", "mask_token_id": None}
+OPTIONS = {
+    **{name: changes for name, changes in LAYOUTS.items() if "aux_layers" not in changes},
+    "two aux layers": {"aux_layers": (0, 4)},
+    "five aux layers": {"aux_layers": (0, 1, 2, 3, 4)},
+    "eagle3": EAGLE3,
+    "eagle3, norm output": {**EAGLE3, "norm_output": True, "drafter": "qwen3"},
+}
+
+
+@pytest.mark.parametrize("format", ["plain", "speculators"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_layout_comes_back_bit_for_bit(tmp_path: Path, name: str, format: str) -> None:
+    changes = dict(OPTIONS[name])
+    shape = {
+        "own": changes.pop("own_embeddings", True),
+        "draft_vocab_size": changes.pop("draft_vocab_size", 40),
+        "layers": changes.pop("num_layers", 2),
+    }
+    if "rope" in changes:
+        changes["max_position_embeddings"] = 64
+    head = small_head(**shape, **changes)
+    target = replace(FACTS, max_position_embeddings=head.config.max_position_embeddings)
+    export_head(head, tmp_path / "head", target=target, dtype="float32", format=format)
+    back = read_head(tmp_path / "head", shared_embeddings=None if shape["own"] else head.embed_tokens.weight)
+    assert back.config == head.config
+    assert back.state_dict().keys() == head.state_dict().keys()
+    for tensor, value in head.state_dict().items():
+        assert torch.equal(back.state_dict()[tensor], value), tensor
+    assert torch.equal(logits(back), logits(head))
+    (tmp_path / "head" / "export.json").unlink()  # a stranger's head tells the same by itself
+    assert check_head(tmp_path / "head").config == head.config
+
+
+def test_what_serving_needs_beside_the_target_is_said(tmp_path: Path) -> None:
+    """Two full layers beside four and four: vLLM would deal them out to two groups."""
+    hybrid = replace(FACTS, kv_layers=(KVLayer(8, 2, 8), KVLayer(None, 2, 8)) * 4)
+    report = export_head(small_head(), tmp_path / "head", target=hybrid)
+    assert report.flags == ("--disable-hybrid-kv-cache-manager",)
+    assert check_head(tmp_path / "head").flags == report.flags  # export.json knows the target's layers
+    assert ("serving needs", report.flags[0]) in report.rows()
+    windows = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 16}
+    with pytest.raises(HeadFault, match="sliding_window: windows of 8 and 16 in head and target"):
+        export_head(small_head(**windows), tmp_path / "other", target=hybrid)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -14,7 +14,8 @@ from rich.console import Console
 from peagle_train.errors import CorruptError
 from peagle_train.export.checks import HeadFault, check_head
 from peagle_train.export.layout import read_head
-from peagle_train.export.stage import export, serve_command, target_reference
+from peagle_train.export.serving import serve_command
+from peagle_train.export.stage import export, target_reference
 from peagle_train.head.io import save_head
 from peagle_train.recipe import load_recipe
 from peagle_train.run import Run

@@ -325,6 +325,11 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
             "never reached",
         ),
         (
+            "head.norm_output=true",
+            "head.norm_output: found true; expected false, because a peagle head feeds no state back; leave it "
+            "out, or set method=eagle3",
+        ),
+        (
             "head.layer_types=[full_attention]",
             "head.layer_types: found 1 kinds; expected one for each of the 4 layers of the head; "
             "change it or head.layers",

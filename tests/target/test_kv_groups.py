@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from peagle_train.export.serving import kv_layers, serving_flags
@@ -44,7 +42,7 @@ def test_groups_of_a_head(target: list[KVLayer], head: list[KVLayer], groups: in
 
 
 def test_two_windows_cannot_share_a_group() -> None:
-    oss = replace(FACTS, kv_layers=tuple(repeated([SLIDING, FULL], 4)))
+    oss = repeated([SLIDING, FULL], 4)
     assert needs_flag([FULL] * 2, oss)
     assert needs_flag([SLIDING, FULL], oss)  # one window: the flag merges all
     with pytest.raises(ValueError, match="windows of 64 and 128 in head and target"):
@@ -54,7 +52,7 @@ def test_two_windows_cannot_share_a_group() -> None:
 def test_layers_are_read_from_head_and_target(tmp_path) -> None:
     head = small_head(layers=2, layer_types=("full_attention", "sliding_attention"), sliding_window=16).config
     assert kv_layers(head) == (KVLayer(None, 2, 8), KVLayer(16, 2, 8))
-    assert serving_flags(head, FACTS) == ["--disable-hybrid-kv-cache-manager"]
+    assert serving_flags(head, FACTS.kv_layers) == ("--disable-hybrid-kv-cache-manager",)
     twin = describe(TargetSection(model=str(twins.tiny_gemma4(tmp_path / "gemma"))))
     full = KVLayer(None, 2, 32)
     assert twin.kv_layers == (KVLayer(8, 2, 16), KVLayer(8, 2, 16), full) * 2

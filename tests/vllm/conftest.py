@@ -201,7 +201,7 @@ def _export(case: Case, directory: Path) -> dict[str, Any]:
         "prompts": ground.prompts,
         "max_tokens": ground.max_tokens,
         "max_model_len": longest + 32,  # near its end vLLM stops drafting for the whole batch: stay away
-        "one_kv_group": bool(serving_flags(case.head.config, ground.target.facts)),
+        "one_kv_group": bool(serving_flags(case.head.config, ground.target.facts.kv_layers)),
     }
 
 
