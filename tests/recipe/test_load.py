@@ -326,8 +326,8 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
         ),
         (
             "head.norm_output=true",
-            "head.norm_output: found true; expected false, because a peagle head feeds no state back; leave it "
-            "out, or set method=eagle3",
+            "head.norm_output: found true; expected false, because a peagle head feeds no state back; leave "
+            "it out, or set method=eagle3",
         ),
         (
             "head.layer_types=[full_attention]",
