@@ -19,7 +19,9 @@ from peagle_train.errors import CorruptError
 from peagle_train.export.checks import HeadReport
 from peagle_train.export.layout import export_head
 from peagle_train.files import read_json, remove_leftovers
+from peagle_train.head.config import Method
 from peagle_train.head.io import DESCRIPTION, load_head
+from peagle_train.recipe.schema import TargetSection
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, finished, require, seal
 from peagle_train.target.source import obtain
@@ -75,13 +77,20 @@ def export(run: Run, console: Console) -> StageResult:
 
 def target_reference(run: Run, console: Console) -> str:
     """How vLLM is told the target: a Hub id as it stands, anything local as an absolute folder."""
-    model = run.recipe.target.model
+    return reference_of(run.recipe.target, console)
+
+
+def reference_of(section: TargetSection, console: Console) -> str:
+    """The same for the target of any recipe."""
+    model = section.model
     if model.startswith("package:") or Path(model).expanduser().is_dir():
-        return str(obtain(run.recipe.target, console).resolve())
+        return str(obtain(section, console).resolve())
     return model
 
 
-def serve_command(head_dir: Path | str, target: str, k: int, format: str = "plain") -> str:
+def serve_command(
+    head_dir: Path | str, target: str, k: int, format: str = "plain", method: Method = "peagle"
+) -> str:
     """The command that serves a head.
 
     Method and parallel drafting are always named for a plain head: left out, vLLM guesses the method from
@@ -93,7 +102,7 @@ def serve_command(head_dir: Path | str, target: str, k: int, format: str = "plai
         "method": "eagle3",
         "model": str(head_dir),
         "num_speculative_tokens": k,
-        "parallel_drafting": True,
+        "parallel_drafting": method == "peagle",
     }
     return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculative)])
 

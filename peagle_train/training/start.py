@@ -19,8 +19,10 @@ from peagle_train.recipe.checks import head_rope
 from peagle_train.recipe.schema import Recipe
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
+from peagle_train.target.facts import TargetFacts
 from peagle_train.target.mask_token import resolve_mask_token
 from peagle_train.tensors import load_tensors, save_tensors
+from peagle_train.training.warm_start import read_start, refuse_another
 
 LEAST_COVERAGE = 0.9
 """Below this share of draftable validation tokens the user is warned."""
@@ -49,13 +51,23 @@ def make_start(
     used = set(torch.cat([store.token_ids(info.row) for info in store.info()]).unique().tolist())
     section = recipe.head
     mask_token_id = resolve_mask_token(section.mask_token, target.tokenizer, target.facts.vocab_size, used)
-    token_ids = _draft_tokens(recipe, target, counts, mask_token_id, directory, console)
+    embeddings = target.embedding_table()
+    going_on = None if section.start_from is None else read_start(Path(section.start_from), embeddings)
+    token_ids = (
+        _draft_tokens(recipe, target, counts, mask_token_id, directory, console)
+        if going_on is None
+        else going_on.draft_token_ids
+    )
     _report_coverage(store, token_ids, target.facts.vocab_size, console)
-    head = DrafterHead(head_config(recipe, target, mask_token_id, token_ids))
+    size = section.draft_vocab_size or target.facts.vocab_size
+    head = DrafterHead(head_config(recipe, target.facts, mask_token_id, size))
+    if going_on is not None:
+        refuse_another(head.config, going_on.config, Path(section.start_from or ""))
+        head.load_state_dict(going_on.state_dict())
+        console.print(f"going on from the head in {section.start_from}", markup=False, highlight=False)
+        return Start(head, target.output_head(token_ids))
     if head.config.reduced_vocabulary:
         head.set_draft_tokens(token_ids)
-
-    embeddings = target.embedding_table()
     if section.initialise == "random":
         initialise_randomly(head, embeddings, recipe.seed)
     else:
@@ -81,9 +93,11 @@ def make_start(
     return Start(head, target.output_head(token_ids))
 
 
-def head_config(recipe: Recipe, target: Target, mask_token_id: int, draft_token_ids: Tensor) -> HeadConfig:
+def head_config(
+    recipe: Recipe, facts: TargetFacts, mask_token_id: int | None, draft_vocab_size: int
+) -> HeadConfig:
     """The head's sizes: the recipe's where it names them, else the target's."""
-    section, facts = recipe.head, target.facts
+    section = recipe.head
     return HeadConfig(
         hidden_size=section.hidden_size or facts.hidden_size,
         intermediate_size=section.intermediate_size or facts.intermediate_size,
@@ -92,11 +106,11 @@ def head_config(recipe: Recipe, target: Target, mask_token_id: int, draft_token_
         num_key_value_heads=section.num_key_value_heads or facts.num_key_value_heads,
         head_dim=section.head_dim or facts.head_dim,
         vocab_size=facts.vocab_size,
-        draft_vocab_size=draft_token_ids.shape[0],
+        draft_vocab_size=draft_vocab_size,
         target_hidden_size=facts.hidden_size,
         aux_layers=tuple(section.aux_layers),
         mask_token_id=mask_token_id,
-        rms_norm_eps=facts.rms_norm_eps,
+        rms_norm_eps=section.rms_norm_eps or facts.rms_norm_eps,
         rope=head_rope(section, facts),
         max_position_embeddings=section.max_position_embeddings or facts.max_position_embeddings,
         own_embeddings=section.embeddings == "own",
