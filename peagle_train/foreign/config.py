@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from peagle_train.export.contract import ARCHITECTURES, AUX_KEY, COPIED_KEYS, FIXED_OPTIONS, OPTIONS
-from peagle_train.export.faults import under
+from peagle_train.export.faults import brief, under
 from peagle_train.export.speculators import MODEL_CLASSES, is_wrapped
 from peagle_train.foreign.findings import Findings
 from peagle_train.foreign.keys import aux, mask_token, method_of, rope, windows
@@ -63,7 +63,7 @@ def normalise_config(
         findings: takes what was changed and what is wrong.
     """
     wrapped = is_wrapped(raw)
-    seen = _unwrapped(raw, findings) if wrapped else raw
+    seen = _unwrapped(raw, target, findings) if wrapped else raw
     plain: dict[str, Any] = {}
     _class(raw, seen, plain, wrapped, findings)
     defaults = {} if wrapped else PLAIN_DEFAULTS.get(str(seen.get("model_type")), {})
@@ -97,10 +97,10 @@ def refuse_quantised(raw: dict[str, Any], findings: Findings) -> None:
                     findings.fault(key, "present", wanted, "fetch the head that was not quantised")
 
 
-def _unwrapped(raw: dict[str, Any], findings: Findings) -> dict[str, Any]:
+def _unwrapped(raw: dict[str, Any], target: TargetFacts, findings: Findings) -> dict[str, Any]:
     """What vLLM makes of a speculators config."""
     algorithm = raw.get(_SPECULATORS)
-    if algorithm not in MODEL_CLASSES:
+    if not isinstance(algorithm, str) or algorithm not in MODEL_CLASSES:
         wanted = " or ".join(repr(name) for name in MODEL_CLASSES)
         findings.fault(_SPECULATORS, under(raw, _SPECULATORS), wanted, _ONLY)
     if raw.get("model_type") is not None:
@@ -111,6 +111,11 @@ def _unwrapped(raw: dict[str, Any], findings: Findings) -> dict[str, Any]:
         key = "transformer_layer_config"
         findings.fault(key, under(raw, key), "an object with the head's sizes")
         inner = {}
+    serving = raw["speculators_config"]
+    verifier = serving.get("verifier") if isinstance(serving, dict) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    if name is not None and name != target.model:
+        findings.change("speculators_config.verifier", brief(name), target.model)
     seen = {"model_type": "llama", **inner, "draft_vocab_size": raw.get("draft_vocab_size")}
     for key in ("target_hidden_size", AUX_KEY):
         if raw.get(key):

@@ -38,7 +38,7 @@ class Findings:
 
     def default(self, key: str, value: Any) -> None:
         """A key that was left out, and the value vLLM gives it."""
-        if value is False or value in ("silu", 1.0):
+        if value is False or value == "silu" or (isinstance(value, float) and value == 1.0):
             self.neutral.append(key)
         else:
             self.change(key, "left out", f"{brief(value)}, vLLM's default")

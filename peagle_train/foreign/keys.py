@@ -81,11 +81,11 @@ def aux(
     layers: Any = found
     if found is None:
         if confirmed is None:
-            default = f"[2, {target.num_layers // 2}, {target.num_layers - 3}]"
-            wanted = (
-                f"the layers the head was trained on; vLLM would take its default for this target, {default}"
-            )
-            cure = f"if the head's maker says so, name them: --aux-layers {default[1:-1].replace(' ', '')}"
+            default = [2, target.num_layers // 2, target.num_layers - 3]
+            wanted = f"the layers the head was trained on; vLLM would take its default, {default} here"
+            rising = default == sorted(set(default))
+            shown = ",".join(map(str, default)) if rising else "I,J,K"
+            cure = f"if the head's maker says so, name them: --aux-layers {shown}"
             findings.fault(AUX_KEY, "missing", wanted, cure)
             return
         layers = list(confirmed)
