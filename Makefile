@@ -31,7 +31,7 @@ test: .venv/.installed ## all tests but the slow ones and those that need a vLLM
 	$(BIN)/python -m pytest -m "not slow and not vllm"
 
 test-vllm: .venv/.installed $(filter .venv-vllm/%,$(VLLM_PYTHON:bin/python=.installed)) ## prove heads against a real vLLM
-	$(BIN)/python -m pytest tests/vllm -m vllm
+	$(BIN)/python -m pytest tests/vllm -m "vllm and not slow"
 
 test-all: .venv/.installed $(filter .venv-vllm/%,$(VLLM_PYTHON:bin/python=.installed)) ## every test there is
 	$(BIN)/python -m pytest

@@ -4,20 +4,33 @@ The target's own chat template is the only authority: it is rendered with its ge
 the text it gives is tokenised as it stands. What a user typed must stay text. A prompt that spells one
 of the tokenizer's control tokens (`<|im_end|>`, say) would become that token, end the user's turn and
 forge the next one, so it is left out and counted.
+
+Some templates write today's date (harmony, Llama 3). Rows must not depend on the day they were made, so
+such a template is told the day that the recipe names, and is refused where the recipe names none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, datetime
 from typing import Any
+
+from jinja2 import TemplateError
 
 from data_prep.prompts import Candidates, Message, prove_disjoint
 from peagle_train.errors import PeagleError
+from peagle_train.target.tokens import control_texts
 
 TOO_LONG = "too long"  # more than data.max_prompt_tokens
 CONTROL = "control token"  # spelled in the text of a turn
 REPEATS = "repeats"  # the same text stands earlier in the set
+
+_CLOCK = r"""strftime_now\(\s*('[^']*'|"[^"]*")\s*\)"""
+_KEYS_FOR = {"strftime_now": "; set data.date", "messages": "; set data.system_prompt, or write the turns"}
 
 
 @dataclass(frozen=True)
@@ -34,8 +47,18 @@ class Rendered:
 class ChatRenderer:
     """Renders prompts through one tokenizer's chat template."""
 
-    def __init__(self, tokenizer: Any, system_prompt: str | None = None):
-        """Raises PeagleError if the tokenizer has no chat template."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        system_prompt: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        day: date | None = None,
+    ):
+        """variables: what the template reads besides the messages. day: what it is told as today.
+
+        Raises PeagleError if the tokenizer has no chat template, and for a variable or a day that its
+        template does not read.
+        """
         if not tokenizer.chat_template:
             raise PeagleError(
                 f"target {tokenizer.name_or_path}: its tokenizer has no chat template, so nobody knows how "
@@ -44,14 +67,32 @@ class ChatRenderer:
             )
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
-        self._control = sorted(_control_texts(tokenizer))
+        self._variables = dict(variables or {})
+        self._control = sorted(control_texts(tokenizer))
+        _check_variables(self._variables, tokenizer)
+        self._template = _told_the_day(tokenizer.get_chat_template(), day)
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids up to and including the generation prompt."""
+        """Token ids up to and including the generation prompt.
+
+        Raises PeagleError if the template refuses the turns, or asks for a day that was not named.
+        """
         turns = [{"role": message.role, "content": message.content} for message in messages]
         if self._system_prompt is not None and turns[0]["role"] != "system":
             turns.insert(0, {"role": "system", "content": self._system_prompt})
-        text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._tokenizer.apply_chat_template(
+                turns,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._variables,
+            )
+        except TemplateError as error:
+            raise PeagleError(
+                f"target {self._tokenizer.name_or_path}: its chat template refuses turns of "
+                f"{', '.join(turn['role'] for turn in turns)}: {error}"
+            ) from error
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def spells_control_token(self, messages: Sequence[Message]) -> str | None:
@@ -99,11 +140,42 @@ def render_sets(
     return rows, left_out
 
 
-def _control_texts(tokenizer: Any) -> set[str]:
-    """Texts of added tokens that are special or look like markup; added runs of spaces do not count."""
-    texts = set()
-    for token in tokenizer.added_tokens_decoder.values():
-        bracketed = token.content.startswith(("<", "[")) and token.content.endswith((">", "]"))
-        if token.content.strip() and (token.special or bracketed):
-            texts.add(token.content)
-    return texts
+def _told_the_day(template: str, day: date | None) -> str:
+    """The template with the clock it asks for, `strftime_now`, replaced by a macro that knows one day.
+
+    transformers gives templates the clock itself and lets no caller replace it; a macro of that name in
+    the template comes before it. Only formats that stand in the template can be told; without a day, none.
+    """
+    if "strftime_now" not in template:
+        if day is not None:
+            raise PeagleError(f"data.date: found {day}; but the target's chat template writes no date")
+        return template
+    told = {}
+    if day is not None:
+        formats = [quoted[1:-1] for quoted in re.findall(_CLOCK, template)]
+        told = {format: datetime(day.year, day.month, day.day).strftime(format) for format in formats}
+    unknown = (
+        "it asks for today's date, which would change the rows from day to day; name the day in the recipe: "
+        "data.date=YYYY-MM-DD"
+        if day is None
+        else "it asks for the date in a format that does not stand in the template; mend the template"
+    )
+    return (
+        f"{{% macro strftime_now(format) %}}{{% set told = {json.dumps(told)} %}}{{% if format in told %}}"
+        f"{{{{ told[format] }}}}{{% else %}}{{{{ raise_exception({json.dumps(unknown)}) }}}}{{% endif %}}"
+        f"{{% endmacro %}}\n{template}"  # the newline after a block is dropped
+    )
+
+
+def _check_variables(variables: Mapping[str, Any], tokenizer: Any) -> None:
+    """Raises PeagleError for a variable that would be ignored, or that is not the recipe's to set."""
+    taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    for name in variables:
+        key = f"data.template_variables.{name}"
+        if name in taken or name in _KEYS_FOR:
+            raise PeagleError(f"{key}: the renderer itself sets `{name}`{_KEYS_FOR.get(name, '')}")
+        if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
+            raise PeagleError(
+                f"{key}: the target's chat template does not read `{name}`, so it would change nothing; "
+                "look the name up in the template, or leave it out"
+            )

@@ -31,6 +31,7 @@ from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, seal
 from peagle_train.store import AnswerWriter, SetCounts, StateWriter
 from peagle_train.target.mask_token import resolve_mask_token
+from peagle_train.target.tokens import end_tokens_of
 
 
 def prepare(run: Run, console: Console) -> StageResult:
@@ -96,13 +97,14 @@ def report(counts: dict[str, SetCounts], left_out: dict[str, dict[str, int]], co
 def _rows(run: Run, folder: Path) -> tuple[list[Rendered], dict[str, dict[str, int]]]:
     from transformers import AutoTokenizer
 
-    data = run.recipe.data
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=run.recipe.target.trust_remote_code)
-    renderer = ChatRenderer(tokenizer, data.system_prompt)
+    data, trust = run.recipe.data, run.recipe.target.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    renderer = ChatRenderer(tokenizer, data.system_prompt, data.template_variables, data.day)
     rows, left_out = render_sets(renderer, collect(data), data.max_prompt_tokens)
     # Training needs the mask token, but a bad one should cost seconds, not the hours of answering.
     asked = {token for row in rows for token in row.token_ids}
-    resolve_mask_token(run.recipe.head.mask_token, tokenizer, run.facts.vocab_size, asked)
+    ends = end_tokens_of(folder, tokenizer, run.facts.model, trust_remote_code=trust)
+    resolve_mask_token(run.recipe.head.mask_token, tokenizer, run.facts.vocab_size, asked, ends)
     return rows, left_out
 
 

@@ -82,6 +82,8 @@ def run_all(run: Run, console: Console) -> dict[str, Any]:
 
     A stage whose output is there already is skipped, so the same command resumes after a stop.
     """
+    if run.recipe.track.log_with:  # before hours of answers, not after
+        resolve("peagle_train.training.tracking:require_trackers")(run.recipe.track)
     results = {}
     for number, stage in enumerate(STAGES, start=1):
         _say(console, f"\n[{number}/{len(STAGES)}] {stage.name}", style="bold")

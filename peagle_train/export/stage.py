@@ -89,7 +89,7 @@ def reference_of(section: TargetSection, console: Console) -> str:
 
 
 def serve_command(
-    head_dir: Path | str, target: str, k: int, format: str = "plain", method: Method = "peagle"
+    head_dir: Path | str, target: str, k: int, format: str = "plain", *, method: Method = "peagle"
 ) -> str:
     """The command that serves a head.
 

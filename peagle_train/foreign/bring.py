@@ -73,7 +73,7 @@ def import_head(
         extra=_provenance(foreign, source, revision, drafts),
     )
     _print_changes(foreign.changes, source, console)
-    serve = serve_command(out, reference, served, report.format, report.config.method)
+    serve = serve_command(out, reference, served, report.format, method=report.config.method)
     print_report(report, serve, console)
     if report.config.method == "peagle":
         _say(console, "\nGo on training from it with this in a recipe:")

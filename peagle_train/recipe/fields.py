@@ -104,10 +104,7 @@ def _document(section: type[BaseModel], depth: int) -> Iterator[str]:
     indent = "  " * depth
     for name, field in section.model_fields.items():
         slot = Slot(field.annotation, tuple(field.metadata), field)
-        below = slot.section
-        entries, _ = _unwrap(field.annotation, ())
-        if typing.get_origin(entries) is dict:
-            below = typing.get_args(entries)[1]
+        below = slot.section or _entry_section(field.annotation)
         if below is not None:
             yield ""
             required = " (REQUIRED)" if field.is_required() else ""
@@ -138,13 +135,17 @@ def _summary(section: type[BaseModel]) -> str:
 def _walk(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for name, field in section.model_fields.items():
         key = prefix + name
-        slot = Slot(field.annotation)
-        plain, _ = _unwrap(field.annotation, ())
         yield key, field
-        if slot.section is not None:
-            yield from _walk(slot.section, key + ".")
-        elif typing.get_origin(plain) is dict:
-            yield from _walk(typing.get_args(plain)[1], key + ".*.")
+        if below := Slot(field.annotation).section:
+            yield from _walk(below, key + ".")
+        elif entry := _entry_section(field.annotation):
+            yield from _walk(entry, key + ".*.")
+
+
+def _entry_section(annotation: Any) -> type[BaseModel] | None:
+    """The section that stands under each name of a mapping with free names, if sections stand there."""
+    plain, _ = _unwrap(annotation, ())
+    return Slot(typing.get_args(plain)[1]).section if typing.get_origin(plain) is dict else None
 
 
 def _step(slot: Slot, part: str | int) -> Slot | None:
@@ -188,7 +189,8 @@ def _describe(annotation: Any, limits: tuple[Any, ...]) -> str:
     elif kind is tuple:
         text = f"a list of {len(arguments)} ({_describe(arguments[0], ())})"
     elif kind is dict:
-        text = "a section with a name for each entry"
+        entry = "" if _entry_section(plain) else f" ({_describe(arguments[1], ())})"
+        text = f"a section with a name for each entry{entry}"
     elif isinstance(plain, type) and issubclass(plain, BaseModel):
         text = f"a section with the keys {', '.join(plain.model_fields)}"
     else:

@@ -8,6 +8,7 @@ only the target can tell (its depth, its vocabulary) in `checks.py`.
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -73,6 +74,13 @@ class DataSection(Section):
     system_prompt: str | None = Field(
         default=None, description="system turn put before every prompt; left out: the template's own default"
     )
+    template_variables: dict[SetName, bool | int | float | str] = Field(
+        default={}, description="what the chat template reads besides the turns, e.g. reasoning_effort: low"
+    )
+    date: Text | None = Field(
+        default=None,
+        description="YYYY-MM-DD, the day that a chat template is told as today; templates that ask need it",
+    )
     max_prompt_tokens: Count = Field(default=256, description="longer prompts are left out and counted")
     max_new_tokens: Count = Field(default=64, description="an answer is cut here and counted as truncated")
     batch_size: Count = Field(
@@ -81,6 +89,22 @@ class DataSection(Section):
     workers: Count | None = Field(
         default=None, description="single-thread processes on a CPU; left out: one per core, one on a GPU"
     )
+
+    @field_validator("date")
+    @classmethod
+    def _date_is_a_day(cls, text: str | None) -> str | None:
+        try:
+            good = text is None or datetime.date.fromisoformat(text).isoformat() == text
+        except ValueError:
+            good = False
+        if not good:
+            raise ValueError(f"found the text {text!r}; expected a day as YYYY-MM-DD, e.g. 2025-12-31")
+        return text
+
+    @property
+    def day(self) -> datetime.date | None:
+        """`date` as a date."""
+        return None if self.date is None else datetime.date.fromisoformat(self.date)
 
 
 class StatesSection(Section):
@@ -237,6 +261,27 @@ class TrainSection(Section):
     checkpoint_every: Count = Field(default=100, description="steps between checkpoints to resume from")
 
 
+class TrackSection(Section):
+    """Trackers that show the curves of training; none is needed, and none changes what is trained."""
+
+    log_with: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        default=[], description="tensorboard, wandb, mlflow, trackio: some, or none"
+    )
+    project: Name = Field(default="peagle", description="the project, in mlflow the experiment")
+    run: Text | None = Field(default=None, description="the run's name there; left out: the recipe's name")
+    entity: Text | None = Field(default=None, description="user or team of wandb; left out: its default")
+    offline: bool = Field(
+        default=False, description="send nothing anywhere: keep all of it on this machine's disk"
+    )
+
+    @field_validator("log_with")
+    @classmethod
+    def _each_once(cls, names: list[str]) -> list[str]:
+        if len(set(names)) < len(names):
+            raise ValueError(f"found {names}; expected each tracker once; write {list(dict.fromkeys(names))}")
+        return names
+
+
 class ExportSection(Section):
     """The directory vLLM loads."""
 
@@ -277,6 +322,7 @@ class Recipe(Section):
     states: StatesSection = StatesSection()
     head: HeadSection
     train: TrainSection
+    track: TrackSection = TrackSection()
     export: ExportSection = ExportSection()
     evaluate: EvaluateSection = EvaluateSection()
     push: PushSection = PushSection()

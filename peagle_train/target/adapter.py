@@ -20,8 +20,10 @@ from torch import nn
 
 from peagle_train.errors import PeagleError
 from peagle_train.target.cache import KeyValueCache
-from peagle_train.target.facts import TargetFacts, facts_of, settings_of
+from peagle_train.target.facts import TargetFacts, read_facts
 from peagle_train.target.families import family_of
+from peagle_train.target.self_check import self_check
+from peagle_train.target.tokens import end_tokens
 
 
 class TappedStates(NamedTuple):
@@ -72,7 +74,7 @@ class Target:
         # transformers renamed the argument; both spellings are in use (5.19 and 5.24).
         parameters = inspect.signature(self._decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self.end_token_ids = _end_tokens(model, tokenizer, facts.model)
+        self.end_token_ids = end_tokens(model.generation_config.eos_token_id, tokenizer, facts.model)
 
     @classmethod
     def load(
@@ -86,14 +88,15 @@ class Target:
         """Loads a folder with config.json, safetensors and tokenizer, as `source.obtain` returns it.
 
         dtype: torch dtype or its name ("float32"). device: "auto" takes a GPU where there is one.
-        Raises PeagleError for a class that is not supported and for weights that are not complete.
+        Raises PeagleError for a class that is not supported, for weights that are not complete or not
+        all used, and where the adapter and the model's own forward disagree (`self_check`).
         """
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
         name = str(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        facts = facts_of(settings_of(config), name)
+        facts = read_facts(config, name)
         # Our own bars tell how far a stage is; this one would interrupt them, once per worker.
         logging.disable_progress_bar()
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -110,6 +113,13 @@ class Target:
                 f"target {name}: {len(absent)} tensors are missing or misshapen in its safetensors "
                 f"({', '.join(absent[:6])}); they would be random. Obtain the target again."
             )
+        if report["unexpected_keys"]:
+            extra = sorted(report["unexpected_keys"])
+            raise PeagleError(
+                f"target {name}: {facts.class_name} has no use for {len(extra)} tensors of its safetensors "
+                f"({', '.join(extra[:6])}), so it would not compute what they were trained for. Needed: the "
+                "class that uses them in `architectures`, or a folder without them if nothing does."
+            )
         if type(model).__name__ != facts.class_name:
             raise PeagleError(
                 f"target {name}: config.json names {facts.class_name}, "
@@ -123,7 +133,9 @@ class Target:
         if model.device.type == "cpu":
             _lay_out_for_cpu(model.get_decoder())
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return cls(model, tokenizer, facts)
+        target = cls(model, tokenizer, facts)
+        self_check(target)
+        return target
 
     def new_cache(self) -> KeyValueCache:
         """An empty KV cache for `forward`: `crop` takes rejected tokens back, `select` drops rows."""
@@ -144,7 +156,8 @@ class Target:
         input_ids: [B, S] new tokens. cache: holds `past` earlier positions and takes the new ones.
         attention_mask: [B, past + S], 1 for tokens and 0 for padding (on the left); left out: no padding.
         position_ids: [B, S]; left out: each row's tokens counted from 0, padding not counted.
-        Raises ValueError for an aux layer id outside 0..L and for a mask of another length.
+        Raises ValueError for an aux layer id outside 0..L, for a mask of another length, and for positions
+        that fall within a row: one row is one document, because not every class keeps packed ones apart.
         """
         batch, size = input_ids.shape
         total = size + (cache.length if cache is not None else 0)
@@ -158,6 +171,8 @@ class Target:
                 position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, total - size :]
         if position_ids is None:
             position_ids = torch.arange(total - size, total, device=self.device).expand(batch, size)
+        elif size > 1 and bool((position_ids.diff(dim=1) < 0).any()):
+            raise ValueError("position_ids fall within a row: give every document a row of its own")
         with self._tapped(aux_layers) as states:
             self._decoder(
                 input_ids=input_ids,
@@ -198,6 +213,12 @@ class Target:
                 else:
                     stack.enter_context(_removed(layers[layer - 1].register_forward_hook(after(layer))))
             yield states
+
+    @torch.no_grad()
+    def normed(self, last: torch.Tensor) -> torch.Tensor:
+        """The final norm of `last` [..., H], in the target's dtype."""
+        normed: torch.Tensor = self._norm(last.to(self.dtype))
+        return normed
 
     @torch.no_grad()
     def logits(self, last: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -249,19 +270,6 @@ def _logits(norm: nn.Module, weight: torch.Tensor, softcap: float | None, last: 
     # The product runs in the target's dtype, as the model and vLLM do it; only then float32.
     logits = nn.functional.linear(norm(last.to(weight.dtype)), weight).float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _end_tokens(model: Any, tokenizer: Any, name: str) -> tuple[int, ...]:
-    named = model.generation_config.eos_token_id
-    ends = set(named if isinstance(named, list) else [named])
-    ends.add(tokenizer.eos_token_id)
-    ends.discard(None)
-    if not ends:
-        raise PeagleError(
-            f"target {name}: neither generation_config.json nor the tokenizer names an end-of-text token, "
-            "so no answer would ever end. Add `eos_token_id` to generation_config.json."
-        )
-    return tuple(sorted(ends))
 
 
 @contextmanager

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from peagle_train.errors import PeagleError
 from peagle_train.target.families import family_of
+
+# Keys that change what a model computes and leave no trace in its weights. (What has weights, a norm, a
+# bias, a sink, is noticed when they are loaded.) RoPE's keys end up in `rope_parameters`, which is read.
+_ARITHMETIC = re.compile(
+    r"(?!rope_|initializer_).*(softcap|multiplier|scal(e|ing|ar)s?(_|$)|parallel_residual|clip_qkv|alibi"
+    r"|sliding_window$|temperature)"
+)
+
+
+class KVLayer(NamedTuple):
+    """What one decoder layer keeps in a KV cache. window: positions it sees; None: all."""
+
+    window: int | None
+    kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -19,6 +35,7 @@ class TargetFacts:
     num_layers: decoder layers L; aux layer ids run from 0 (embeddings) to L.
     rope_theta, rope_scaling: base, and the rest of the RoPE settings (None: plain RoPE). For classes
         with one RoPE per kind of layer: those of the full-attention layers.
+    kv_layers: the layers that keep a KV cache of their own, in order.
     logit_softcap: cap c of `c * tanh(logits / c)`; None where logits are not capped.
     """
 
@@ -37,6 +54,14 @@ class TargetFacts:
     rms_norm_eps: float
     tie_word_embeddings: bool
     logit_softcap: float | None
+    kv_layers: tuple[KVLayer, ...] = ()
+
+
+def read_facts(config: Any, model: str) -> TargetFacts:
+    """The facts of a transformers config. Raises PeagleError as `facts_of`, and for a peculiarity unknown."""
+    settings = settings_of(config)
+    _refuse_uncomputed(config, str((settings["architectures"] or [config.model_type])[0]), model)
+    return facts_of(settings, model)
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -100,4 +125,45 @@ def facts_of(settings: Mapping[str, Any], model: str) -> TargetFacts:
         rms_norm_eps=float(need("rms_norm_eps")),
         tie_word_embeddings=bool(need("tie_word_embeddings")),
         logit_softcap=None if softcap is None else float(softcap),
+        kv_layers=_kv_layers(settings, int(need("num_key_value_heads")), int(head_dim)),
     )
+
+
+def _kv_layers(settings: Mapping[str, Any], kv_heads: int, head_dim: int) -> tuple[KVLayer, ...]:
+    """One entry a layer; the last `num_kv_shared_layers` read an earlier layer's cache (Gemma4)."""
+    count = int(settings["num_hidden_layers"]) - int(settings.get("num_kv_shared_layers") or 0)
+    kinds = settings.get("layer_types") or ["full_attention"] * count
+    own = settings.get("per_layer_config") or {}
+    layers = []
+    for index, kind in enumerate(kinds[:count]):
+        window = settings.get("sliding_window") if kind == "sliding_attention" else None
+        values = own.get(str(index), own.get(index, {}))
+        layers.append(
+            KVLayer(
+                window,
+                int(values.get("num_key_value_heads") or kv_heads),
+                int(values.get("head_dim") or head_dim),
+            )
+        )
+    return tuple(layers)
+
+
+def _refuse_uncomputed(config: Any, class_name: str, model: str) -> None:
+    """Raises PeagleError for a setting of config.json that the target's class would pass over in silence.
+
+    transformers keeps keys that a class does not declare and does nothing with them: a Llama config with
+    `logits_scaling` loads, and computes as if the key were not there. What was trained with it, and what
+    a server does with it, is something else.
+    """
+    for part in (config, config.get_text_config()):
+        declared = {field.name for field in fields(type(part))}
+        for key, value in part.to_dict().items():
+            off = value is None or (value is not True and value in (0, 1))  # False, no cap, a factor of one
+            if key in declared or off or not _ARITHMETIC.match(key):
+                continue
+            raise PeagleError(
+                f"target {model} ({class_name}): its config.json sets `{key}` to {value!r}, which this class "
+                "of transformers does not compute. Needed: the class that does in `architectures`, supported "
+                "in peagle_train/target/families.py; or, if the model was trained without it, a config.json "
+                "without the key."
+            )

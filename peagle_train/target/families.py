@@ -3,7 +3,8 @@
 The adapter reaches every class in the same way (`get_decoder()`, its `layers`, its `norm`, the
 output embedding). Whatever differs stands in this table and nowhere else. A class that is not here
 may well work, but nobody has compared its tapped states and its distribution with the model's own,
-so it is refused until somebody does.
+so it is refused until somebody does. What the table should say but does not is found when a target is
+loaded: see self_check.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,13 @@
 It must be an id that never comes up otherwise. Were it a token of the data, its embedding would mean
 two things; were it the pad token, its row might never learn (`padding_idx`). So the id is named in
 the recipe or is a row of the table that no text can produce; it is never chosen as a last resort.
+
+                                            can be the mask token
+    row without a token                     yes; `unused` takes the first
+    token in reserve (`<unused0>`)          yes, named
+    other special token                     yes, named, unless it has a role, ends answers, or the
+                                            chat template writes it
+    any other token                         no: it is text
 """
 
 from __future__ import annotations
@@ -11,6 +18,7 @@ from collections.abc import Collection
 from typing import Any
 
 from peagle_train.errors import PeagleError
+from peagle_train.target.tokens import is_reserve, special_tokens
 
 UNUSED = "unused"
 _ROLES = ("pad", "eos", "bos", "unk", "sep", "cls", "mask")
@@ -18,7 +26,11 @@ _SHOWN = 8
 
 
 def resolve_mask_token(
-    spec: int | str, tokenizer: Any, vocab_size: int, used_ids: Collection[int] | None
+    spec: int | str,
+    tokenizer: Any,
+    vocab_size: int,
+    used_ids: Collection[int] | None,
+    end_token_ids: Collection[int] = (),
 ) -> int:
     """The id that a recipe's `head.mask_token` means.
 
@@ -27,78 +39,87 @@ def resolve_mask_token(
         tokenizer: the target's, of transformers.
         vocab_size: rows of the target's embedding table.
         used_ids: ids that occur in the data; None before there is any.
+        end_token_ids: the tokens that end an answer.
 
     Raises:
-        PeagleError: for an id outside the table; for pad, eos, bos, unk and whatever the chat template
-            writes, end of turn included; for an id in the data; for a text that is not one token; and
-            for `unused` where every row has a token.
+        PeagleError: for an id outside the table; for pad, eos, bos, unk, whatever ends an answer and
+            whatever the chat template writes; for an id in the data; for a token that is text; for a
+            text that is not one token; and for `unused` where every row has a token.
     """
+    table = _Table(tokenizer, vocab_size, used_ids or (), end_token_ids)
     if spec == UNUSED:
-        return _unused_row(tokenizer, vocab_size, used_ids or ())
-    token_id = _one_token(spec, tokenizer, used_ids, vocab_size) if isinstance(spec, str) else spec
-    fault = _fault(token_id, tokenizer, vocab_size, used_ids or ())
+        free = table.free_rows()
+        if not free:
+            raise PeagleError(
+                f"head.mask_token: `{UNUSED}` finds nothing: each of the {vocab_size} rows of the target's "
+                f"table has a token. {table.advice()}"
+            )
+        return free[0]
+    token_id = _one_token(spec, tokenizer, table) if isinstance(spec, str) else spec
+    fault = table.fault(token_id)
     if fault is not None:
-        raise PeagleError(
-            f"head.mask_token: {spec!r} {fault}. {_advice(tokenizer, vocab_size, used_ids or ())}"
-        )
+        raise PeagleError(f"head.mask_token: {spec!r} {fault}. {table.advice()}")
     return token_id
 
 
-def _one_token(spec: str, tokenizer: Any, used_ids: Collection[int] | None, vocab_size: int) -> int:
+def _one_token(spec: str, tokenizer: Any, table: _Table) -> int:
     ids: list[int] = tokenizer.encode(spec, add_special_tokens=False)
     if len(ids) != 1 or (ids[0] == tokenizer.unk_token_id and spec != tokenizer.unk_token):
         raise PeagleError(
             f"head.mask_token: {spec!r} is not one token of the target's tokenizer "
-            f"but {len(ids)} ({ids[:_SHOWN]}). " + _advice(tokenizer, vocab_size, used_ids or ())
+            f"but {len(ids)} ({ids[:_SHOWN]}). {table.advice()}"
         )
     return ids[0]
 
 
-def _fault(token_id: int, tokenizer: Any, vocab_size: int, used_ids: Collection[int]) -> str | None:
-    """Why an id cannot be the mask token; None where it can."""
-    if not 0 <= token_id < vocab_size:
-        return f"is outside the target's embedding table, whose ids run from 0 to {vocab_size - 1}"
-    for role in _ROLES:
-        if getattr(tokenizer, f"{role}_token_id", None) == token_id:
-            return f"is the tokenizer's {role} token (id {token_id})"
-    if token_id in _template_ids(tokenizer):
-        return f"is id {token_id}, which the chat template writes"
-    if token_id in used_ids:
-        return f"is id {token_id}, which occurs in the data"
-    return None
+class _Table:
+    """What the rows of the target's embedding table are used for."""
 
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, used_ids: Collection[int], end_token_ids: Collection[int]
+    ):
+        self._tokenizer = tokenizer
+        self._size = vocab_size
+        self._used = used_ids
+        self._ends = end_token_ids
+        self._named = set(tokenizer.get_vocab().values())
+        self._special = special_tokens(tokenizer)
+        template = tokenizer.chat_template or ""
+        texts = template if isinstance(template, str) else "\n".join(template.values())
+        # End of turn, roles, tool marks.
+        self._written = {id for id, text in self._special.items() if text in texts}
 
-def _template_ids(tokenizer: Any) -> set[int]:
-    """Added tokens (end of turn, roles, tool marks) whose text stands in the chat template."""
-    template = tokenizer.chat_template or ""
-    texts = template if isinstance(template, str) else "\n".join(template.values())
-    return {id for text, id in tokenizer.get_added_vocab().items() if text in texts}
+    def fault(self, token_id: int) -> str | None:
+        """Why an id cannot be the mask token; None where it can."""
+        if not 0 <= token_id < self._size:
+            return f"is outside the target's embedding table, whose ids run from 0 to {self._size - 1}"
+        for role in _ROLES:
+            if getattr(self._tokenizer, f"{role}_token_id", None) == token_id:
+                return f"is the tokenizer's {role} token (id {token_id})"
+        if token_id in self._ends:
+            return f"is id {token_id}, which ends an answer"
+        if token_id in self._written:
+            return f"is id {token_id}, which the chat template writes"
+        if token_id in self._named and token_id not in self._special:
+            text = self._tokenizer.convert_ids_to_tokens(token_id)
+            return f"is id {token_id}, the ordinary token {text!r}, which any text may hold"
+        if token_id in self._used:
+            return f"is id {token_id}, which occurs in the data"
+        return None
 
+    def free_rows(self) -> list[int]:
+        """The rows for which the tokenizer has no token, rising."""
+        return [id for id in range(self._size) if id not in self._named and self.fault(id) is None]
 
-def _unused_row(tokenizer: Any, vocab_size: int, used_ids: Collection[int]) -> int:
-    """The first row of the table for which the tokenizer has no token."""
-    named = set(tokenizer.get_vocab().values())
-    for token_id in range(vocab_size):
-        if token_id not in named and token_id not in used_ids:
-            return token_id
-    raise PeagleError(
-        f"head.mask_token: `{UNUSED}` finds nothing: each of the {vocab_size} rows of the target's table "
-        "has a token. " + _advice(tokenizer, vocab_size, used_ids, look_for_rows=False)
-    )
-
-
-def _advice(tokenizer: Any, vocab_size: int, used_ids: Collection[int], *, look_for_rows: bool = True) -> str:
-    """What to write instead: candidates are named, the choice is the user's."""
-    candidates = [
-        f"{text} ({id})"
-        for text, id in sorted(tokenizer.get_added_vocab().items(), key=lambda item: item[1])
-        if _fault(id, tokenizer, vocab_size, used_ids) is None
-    ]
-    named = len({id for id in tokenizer.get_vocab().values() if id < vocab_size})
-    rows = f"`{UNUSED}` (the table has {vocab_size - named} rows without a token) or "
-    start = "Name " + (rows if look_for_rows and named < vocab_size else "")
-    if not candidates:
-        return start + "the id of a token that neither your data nor the template holds."
-    more = f" and {len(candidates) - _SHOWN} more" if len(candidates) > _SHOWN else ""
-    examples = ", ".join(candidates[:_SHOWN])
-    return f"{start}a reserved token that your data does not hold, for example {examples}{more}."
+    def advice(self) -> str:
+        """What to write instead: candidates are named, the choice is the user's."""
+        fit = [(id, text) for id, text in sorted(self._special.items()) if self.fault(id) is None]
+        # A token in reserve means nothing; another special one may mean something to somebody.
+        fit = [(id, text) for id, text in fit if is_reserve(text)] or fit
+        free = len(self.free_rows())
+        rows = f"`{UNUSED}` (the table has {free} rows without a token) or " if free else ""
+        if not fit:
+            return f"Name {rows}the id of a token that neither your data nor the template holds."
+        more = f" and {len(fit) - _SHOWN} more" if len(fit) > _SHOWN else ""
+        examples = ", ".join(f"{text} ({id})" for id, text in fit[:_SHOWN])
+        return f"Name {rows}a reserved token that your data does not hold, for example {examples}{more}."

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from peagle_train.errors import PeagleError
 from peagle_train.files import atomic_directory, fingerprint, read_json, sha256_of, write_json
 from peagle_train.recipe.schema import TargetSection
-from peagle_train.target.facts import TargetFacts, facts_of, settings_of
+from peagle_train.target.facts import TargetFacts, facts_of, read_facts
 from peagle_train.target.gguf import CONVERTER_VERSION, convert, read_settings
 from peagle_train.target.gguf_file import GGUFFile
 
@@ -67,7 +67,7 @@ def describe(section: TargetSection) -> TargetFacts:
         ) from error
     except (OSError, ValueError) as error:
         raise _not_found(section, error) from error
-    return facts_of(settings_of(config), section.model)
+    return read_facts(config, section.model)
 
 
 def obtain(section: TargetSection, console: Console) -> Path:

@@ -6,5 +6,6 @@ data.py        which rows a step trains on: a pure function of its number
 module.py      head and target output together: a batch in, sums out
 schedule.py    the learning rate
 checkpoint.py  everything a resume needs, in safetensors and JSON
+tracking.py    curves in wandb, tensorboard, mlflow, trackio, if the recipe names them
 start.py       draft vocabulary, mask token and first weights
 """

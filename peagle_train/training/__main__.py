@@ -29,9 +29,9 @@ def main(arguments: list[str]) -> int:
     except PeagleError as error:
         print(error, file=sys.stderr)
         return 1
-    console.print(result.message)
+    console.print(result.message, markup=False)
     if result.next_command:
-        console.print(f"next: {result.next_command}")
+        console.print(f"next: {result.next_command}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

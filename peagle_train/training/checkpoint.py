@@ -5,6 +5,7 @@
       checkpoints/step-000200/       head.safetensors, head.json, optimizer.safetensors, state.json
       best/                          the head with the highest acceptance on the validation set
       log.jsonl                      one line per logged step
+      tracking/                      what trackers keep, see tracking.py
 
 A checkpoint is a folder that appears whole. The step number is the data position, the position in
 the learning-rate schedule and the state of every random draw, so weights, optimizer moments and the

@@ -35,6 +35,7 @@ from peagle_train.training.checkpoint import Progress as Standing
 from peagle_train.training.data import Draw, Stream
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.schedule import learning_rate_at
+from peagle_train.training.tracking import Tracking
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,11 @@ class Loop:
         seed: int,
         directory: Path,
         console: Console,
+        tracking: Tracking | None = None,
     ):
         self.accelerator, self.data, self.section = accelerator, data, section
         self.seed, self.directory, self.console = seed, directory, console
+        self.tracking = tracking
         self.head: DrafterHead = module.head
         module.move_target_output(accelerator.device)
         optimizer = torch.optim.AdamW(
@@ -238,6 +241,8 @@ class Loop:
         if self.accelerator.is_main_process:
             with (self.directory / "log.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+        if self.tracking is not None:
+            self.tracking.follow()
 
 
 def _parameter_groups(head: DrafterHead, weight_decay: float) -> list[dict[str, Any]]:

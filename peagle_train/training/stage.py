@@ -14,13 +14,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from rich.console import Console
 
 from peagle_train.errors import PeagleError
 from peagle_train.files import remove_leftovers
 from peagle_train.run import Run
-from peagle_train.stages import StageResult, begin, finished, require, seal
+from peagle_train.stages import TRACKING, StageResult, begin, finished, require, seal
 from peagle_train.store.documents import Documents, trainable_rows
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
@@ -29,6 +29,7 @@ from peagle_train.training.data import Stream
 from peagle_train.training.loop import Loop, TrainingSet
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.start import make_start
+from peagle_train.training.tracking import require_trackers, trackers
 from peagle_train.training.warm_start import start_parts
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ def train(run: Run, console: Console) -> StageResult:
     done = _on_main(accelerator, lambda: finished(directory, parts, console))
     if done is not None:
         return done
+    _on_main(accelerator, lambda: require_trackers(recipe.track))
     _on_main(accelerator, lambda: _begin(directory, parts, console))
 
     start = time.monotonic()
@@ -70,16 +72,18 @@ def train(run: Run, console: Console) -> StageResult:
             "data.max_new_tokens or the counts under data."
         )
     module = _build(run, store, rows, accelerator, console)
-    loop = Loop(
-        accelerator,
-        module,
-        TrainingSet(Documents(store, recipe.train.positions), Stream(rows, recipe.seed), validation),
-        recipe.train,
-        seed=recipe.seed,
-        directory=directory,
-        console=console,
-    )
-    standing = loop.run()
+    with trackers(accelerator, recipe, directory, console) as tracking:
+        loop = Loop(
+            accelerator,
+            module,
+            TrainingSet(Documents(store, recipe.train.positions), Stream(rows, recipe.seed), validation),
+            recipe.train,
+            seed=recipe.seed,
+            directory=directory,
+            console=console,
+            tracking=tracking,
+        )
+        standing = loop.run()
     message = (
         f"{recipe.train.steps} steps on {len(rows)} rows; best validation acceptance length "
         f"{standing.best_acceptance:.3f} at step {standing.best_step}: {directory / 'best'}"
@@ -102,6 +106,8 @@ def make_accelerator(run: Run) -> Accelerator:
     accelerator = Accelerator(
         cpu=run.recipe.target.device == "cpu",
         mixed_precision="bf16" if run.recipe.train.precision == "bf16" else "no",
+        log_with=[*run.recipe.track.log_with] or None,
+        project_config=ProjectConfiguration(logging_dir=str(run.training_dir / TRACKING)),
     )
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != asked:

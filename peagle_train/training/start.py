@@ -50,24 +50,18 @@ def make_start(
     # No row of any set may hold the mask token: held-out text is text a server will see.
     used = set(torch.cat([store.token_ids(info.row) for info in store.info()]).unique().tolist())
     section = recipe.head
-    mask_token_id = resolve_mask_token(section.mask_token, target.tokenizer, target.facts.vocab_size, used)
-    embeddings = target.embedding_table()
-    going_on = None if section.start_from is None else read_start(Path(section.start_from), embeddings)
-    token_ids = (
-        _draft_tokens(recipe, target, counts, mask_token_id, directory, console)
-        if going_on is None
-        else going_on.draft_token_ids
+    mask_token_id = resolve_mask_token(
+        section.mask_token, target.tokenizer, target.facts.vocab_size, used, target.end_token_ids
     )
+    if section.start_from is not None:
+        return _going_on(recipe, target, store, mask_token_id, Path(section.start_from), console)
+    token_ids = _draft_tokens(recipe, target, counts, mask_token_id, directory, console)
     _report_coverage(store, token_ids, target.facts.vocab_size, console)
-    size = section.draft_vocab_size or target.facts.vocab_size
-    head = DrafterHead(head_config(recipe, target.facts, mask_token_id, size))
-    if going_on is not None:
-        refuse_another(head.config, going_on.config, Path(section.start_from or ""))
-        head.load_state_dict(going_on.state_dict())
-        console.print(f"going on from the head in {section.start_from}", markup=False, highlight=False)
-        return Start(head, target.output_head(token_ids))
+    head = DrafterHead(head_config(recipe, target.facts, mask_token_id, token_ids.shape[0]))
     if head.config.reduced_vocabulary:
         head.set_draft_tokens(token_ids)
+
+    embeddings = target.embedding_table()
     if section.initialise == "random":
         initialise_randomly(head, embeddings, recipe.seed)
     else:
@@ -90,6 +84,24 @@ def make_start(
             console.print(
                 f"random at the start, for want of a fitting tensor in the target: {', '.join(left)}"
             )
+    return Start(head, target.output_head(token_ids))
+
+
+def _going_on(
+    recipe: Recipe,
+    target: Target,
+    store: StateStore,
+    mask_token_id: int | None,
+    directory: Path,
+    console: Console,
+) -> Start:
+    """A head of a directory, with its own draft vocabulary, instead of a fresh one."""
+    head = read_start(directory, target.embedding_table())
+    size = recipe.head.draft_vocab_size or target.facts.vocab_size
+    refuse_another(head_config(recipe, target.facts, mask_token_id, size), head.config, directory)
+    console.print(f"going on from the head in {directory}", markup=False, highlight=False)
+    token_ids = head.draft_token_ids
+    _report_coverage(store, token_ids, target.facts.vocab_size, console)
     return Start(head, target.output_head(token_ids))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 from data_prep.chat import CONTROL, REPEATS, TOO_LONG, ChatRenderer, render_sets
 from data_prep.prompts import Candidates, Message, Prompt
 from peagle_train.errors import PeagleError
-from tests.twins import save_tokenizer
+from tests.twin_tokenizers import save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +99,63 @@ def test_a_missing_template_is_an_error_with_the_cure(
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(PeagleError, match=r"no chat template.*chat_template\.jinja"):
         ChatRenderer(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def dated(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """gpt-oss' tokenizer, whose template asks for the day."""
+    folder: Path = tmp_path_factory.mktemp("dated")
+    save_tokenizer(folder, "gpt_oss", 320)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_template_that_asks_for_the_day_is_told_the_recipes(dated: Any) -> None:
+    turns = [Message("user", "Hi")]
+    text = dated.decode(ChatRenderer(dated, day=date(2025, 6, 28)).render(turns))
+    assert "Day: 2025-06-28\n" in text
+    with pytest.raises(PeagleError, match=r"asks for today's date.*data\.date=YYYY-MM-DD"):
+        ChatRenderer(dated).render(turns)
+
+
+def test_the_told_day_changes_nothing_but_the_day(dated: Any) -> None:
+    turns = [{"role": "user", "content": " Hi\n"}]
+    while True:
+        today = date.today()
+        own = dated.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        if date.today() == today:
+            break
+    assert dated.decode(ChatRenderer(dated, day=today).render([Message("user", " Hi\n")])) == own
+
+
+def test_a_template_that_builds_its_format_is_refused(dated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dated, "chat_template", "{% set f = '%d' %}{{ strftime_now(f) }}")
+    with pytest.raises(PeagleError, match="a format that does not stand in the template"):
+        ChatRenderer(dated, day=date(2025, 6, 28)).render([Message("user", "Hi")])
+
+
+def test_what_the_template_itself_refuses(dated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dated, "chat_template", "{{ raise_exception('no system turns') }}")
+    with pytest.raises(PeagleError, match="its chat template refuses turns of user: no system turns"):
+        ChatRenderer(dated).render([Message("user", "Hi")])
+
+
+def test_a_day_that_nobody_asks_for_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(PeagleError, match=r"data\.date: found 2025-06-28; but .* writes no date"):
+        ChatRenderer(tokenizer, day=date(2025, 6, 28))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("reasoning_efort", "does not read `reasoning_efort`, so it would change nothing"),
+        ("effort", "does not read `effort`"),
+        ("strftime_now", "the renderer itself sets `strftime_now`; set data.date"),
+        ("messages", "itself sets `messages`; set data.system_prompt"),
+        ("tokenize", "itself sets `tokenize`"),
+        ("add_generation_prompt", "itself sets `add_generation_prompt`"),
+        ("eos_token", "itself sets `eos_token`"),
+    ],
+)
+def test_variables_that_are_ignored_or_taken_are_refused(dated: Any, name: str, message: str) -> None:
+    with pytest.raises(PeagleError, match=rf"data\.template_variables\.{name}: .*{message}"):
+        ChatRenderer(dated, variables={name: "low"})

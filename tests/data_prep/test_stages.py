@@ -25,7 +25,7 @@ from peagle_train.run import Run
 from peagle_train.stages import StageResult
 from peagle_train.store import AnswerStore, StateStore
 from tests.data_prep.inline import InlineJobs
-from tests.twins import tiny_llama
+from tests.twins import tiny_gpt_oss, tiny_llama, tiny_llama3
 
 RECIPE = """
 name: tiny
@@ -178,6 +178,30 @@ def test_a_changed_prompt_file_is_never_answered_from_the_old_store(bench: Bench
     assert not result.skipped
     assert {row.prompt for row in AnswerStore(bench.answers).rows("mine")} == {"another question"}
     assert len(list(bench.answers.parent.glob("answers.old-*"))) == 1
+
+
+def test_the_day_and_the_variables_of_the_template_are_the_recipes(bench: Bench) -> None:
+    tiny_gpt_oss(bench.folder / "harmony")
+    own = [f"target.model={bench.folder / 'harmony'}", "head.mask_token=unused", "data.max_prompt_tokens=200"]
+    with pytest.raises(PeagleError, match=r"asks for today's date.*data\.date=YYYY-MM-DD"):
+        bench(prepare, *own)
+    assert not list(bench.answers.glob("batch-*"))
+    dated = [*own, "data.date=2025-06-28"]
+    bench(prepare, *dated)
+    first = AnswerStore(bench.answers).rows()
+    assert bench(prepare, *dated).skipped
+    for change in ("data.date=2025-06-29", "data.template_variables={reasoning_effort: low}"):
+        assert not bench(prepare, *dated, change).skipped
+        rows = AnswerStore(bench.answers).rows()
+        assert all(old.token_ids != new.token_ids for old, new in zip(first, rows, strict=True))
+
+
+def test_an_end_token_is_no_mask_token(bench: Bench) -> None:
+    tiny_llama3(bench.folder / "llama3")
+    own = [f"target.model={bench.folder / 'llama3'}", "data.date=2025-06-28", "data.max_prompt_tokens=200"]
+    with pytest.raises(PeagleError, match=r"ends an answer.*<\|reserved_special_token_0\|> \(266\)"):
+        bench(prepare, *own, "head.mask_token=<|end_of_text|>")
+    assert not bench(prepare, *own, "head.mask_token=<|reserved_special_token_0|>").skipped
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(

@@ -13,7 +13,7 @@ from peagle_train.export.layout import export_head
 from peagle_train.head.config import HeadConfig
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.rope import Rope
-from peagle_train.target.facts import TargetFacts
+from peagle_train.target.facts import KVLayer, TargetFacts
 
 FACTS = TargetFacts(
     model="owner/target",
@@ -31,6 +31,7 @@ FACTS = TargetFacts(
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
     logit_softcap=None,
+    kv_layers=(KVLayer(None, 2, 8),) * 4,
 )
 
 

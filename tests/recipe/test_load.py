@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,20 @@ def test_overrides_are_yaml(recipe_file: Path) -> None:
     assert recipe.train.steps == 6  # the last one counts
 
 
+def test_variables_of_the_template_keep_their_types(recipe_file: Path) -> None:
+    variables = "{reasoning_effort: low, enable_thinking: false, budget: 3, share: 0.5}"
+    data = load_recipe(recipe_file, [f"data.template_variables={variables}", "data.date=2025-06-28"]).data
+    assert data.template_variables == {
+        "reasoning_effort": "low",
+        "enable_thinking": False,
+        "budget": 3,
+        "share": 0.5,
+    }
+    assert type(data.template_variables["budget"]) is int
+    assert data.day == date(2025, 6, 28)
+    assert load_recipe(recipe_file).data.day is None
+
+
 def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
     assert load_recipe(recipe_file, ["train.clip_norm=1"]).train.clip_norm == 1.0
 
@@ -111,6 +126,19 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
             "data.heldout.stdlib.cuont: unknown key; did you mean data.heldout.stdlib.count?",
         ),
         ("export.xyz=1", "export.xyz: unknown key; expected one of dtype, format"),
+        (
+            "data.date=2025-13-01",
+            "data.date: found the text '2025-13-01'; expected a day as YYYY-MM-DD, e.g. 2025-12-31",
+        ),
+        (
+            "data.date=today",
+            "data.date: found the text 'today'; expected a day as YYYY-MM-DD, e.g. 2025-12-31",
+        ),
+        (
+            "data.template_variables.tools=[1]",
+            "data.template_variables.tools: found the list [1]; expected true or false, or a whole number, "
+            "or a number, or text",
+        ),
         # the form of an override
         (
             "train.steps",
@@ -138,6 +166,21 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
         ),
         ("train.loss=xyz", "train.loss: found the text 'xyz'; expected one of kl, ce"),
         ("train.loss=1", "train.loss: found the number 1; expected one of kl, ce"),
+        (
+            "track.log_with=[wandb, tensorbord]",
+            "track.log_with[1]: found the text 'tensorbord'; expected one of tensorboard, wandb, mlflow, "
+            "trackio; did you mean tensorboard?",
+        ),
+        (
+            "track.log_with=[wandb, wandb]",
+            "track.log_with: found ['wandb', 'wandb']; expected each tracker once; write ['wandb']",
+        ),
+        (
+            "track.log_with=wandb",
+            "track.log_with: found the text 'wandb'; expected a list (one of tensorboard, wandb, mlflow, "
+            "trackio)",
+        ),
+        ("track.with=[wandb]", "track.with: unknown key; did you mean track.log_with?"),
         # types
         ("train.steps=many", "train.steps: found the text 'many'; expected a whole number, at least 1"),
         (

@@ -56,6 +56,19 @@ def test_crop_then_continue_equals_fresh(target: Target) -> None:
     torch.testing.assert_close(target.forward(ids, aux_layers=[], cache=cache).last, whole, **CLOSE)
 
 
+def test_rows_that_share_a_prefix_equal_each_alone(target: Target) -> None:
+    prefix, own = tokens(1, 11), tokens(3, LENGTH - 11, seed=4)
+    cache = target.new_cache()
+    shared = target.forward(prefix, aux_layers=[2], cache=cache)
+    cache.select(torch.zeros(3, dtype=torch.long))
+    continued = target.forward(own, aux_layers=[2], cache=cache)
+    for row in range(3):
+        alone = target.forward(torch.cat([prefix, own[row : row + 1]], dim=1), aux_layers=[2])
+        torch.testing.assert_close(shared.aux[0], alone.aux[0, :11], **CLOSE)
+        torch.testing.assert_close(continued.aux[row], alone.aux[0, 11:], **CLOSE)
+        torch.testing.assert_close(continued.last[row], alone.last[0, 11:], **CLOSE)
+
+
 def test_select_drops_rows_and_padding(target: Target) -> None:
     lengths = [LENGTH, 12, 15]
     rows = [tokens(length, seed=length) for length in lengths]
@@ -79,7 +92,7 @@ def test_select_drops_rows_and_padding(target: Target) -> None:
 
 def test_layers_that_share_keys(tmp_path: Path) -> None:
     """Gemma-4's small models reuse keys in their last layers, whose own cache stays empty."""
-    small = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256}
+    small = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 448}
     target = Target.load(tiny_gemma4(tmp_path, **small), dtype="float32", device="cpu")
     ids, cache = tokens(1, LENGTH), target.new_cache()
     whole = target.forward(ids, aux_layers=[]).last

@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from peagle_train.errors import PeagleError
 from peagle_train.target.mask_token import resolve_mask_token
-from tests.twins import save_tokenizer
+from tests.twin_tokenizers import SHAPES, save_tokenizer
+from tests.twins import MASK_TOKENS, TOKENIZERS, TWINS
 
 VOCAB = 256
 
@@ -51,6 +52,8 @@ def test_unused_fills_holes_below_the_last_token(tokenizer: Any) -> None:
         ("<|endoftext|>", None, "unk token"),
         (VOCAB, None, "from 0 to 255"),
         (-1, None, "from 0 to 255"),
+        (5, None, "ordinary token '!'"),
+        ("the", None, "ordinary token 'the'"),
         (3, {3}, "occurs in the data"),
         ("<repo_name>", {3}, "occurs in the data"),
         ("two words", None, "not one token"),
@@ -62,6 +65,38 @@ def test_refused(tokenizer: Any, spec: int | str, used: set[int] | None, reason:
     with pytest.raises(PeagleError, match=reason) as caught:
         resolve_mask_token(spec, tokenizer, VOCAB, used)
     assert "<file_sep> (4)" in str(caught.value)
+
+
+def test_what_ends_an_answer_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(PeagleError, match="id 4, which ends an answer") as caught:
+        resolve_mask_token("<file_sep>", tokenizer, VOCAB, None, end_token_ids=(2, 4))
+    assert "<repo_name> (3)" in str(caught.value) and "(4)" not in str(caught.value)
+
+
+@pytest.mark.parametrize("twin", sorted(TWINS))
+def test_each_familys_advice_leads_to_its_mask_token(twin: str, tmp_path: Path) -> None:
+    family, vocab = TOKENIZERS[twin], 448
+    save_tokenizer(tmp_path, family, vocab)
+    made, shape = AutoTokenizer.from_pretrained(tmp_path), SHAPES[family]
+    ends = made.convert_tokens_to_ids(list(shape.ends))
+    assert resolve_mask_token(shape.mask, made, vocab, None, ends) == MASK_TOKENS[twin]
+    # Ordinary text, a token of the format and every end are refused, each time with the family's cure.
+    cure = "`unused` (the table has" if shape.mask == "unused" else f"{shape.mask} ({MASK_TOKENS[twin]})"
+    for spec in ["the", made.eos_token, *ends]:
+        with pytest.raises(PeagleError) as caught:
+            resolve_mask_token(spec, made, vocab, None, ends)
+        assert cure in str(caught.value)
+
+
+def test_gemmas_added_text_is_neither_allowed_nor_advised(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, "gemma4", 448)
+    made = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("\n\n", "▁▁", "<table>"):
+        with pytest.raises(PeagleError, match="ordinary token") as caught:
+            resolve_mask_token(made.convert_tokens_to_ids(text), made, 448, None)
+        assert "for example <unused0> (6), <unused1> (7), <unused2>" in str(caught.value)
+    with pytest.raises(PeagleError, match="mask token"):
+        resolve_mask_token("<mask>", made, 448, None)
 
 
 def test_what_the_template_writes_is_refused(tokenizer: Any) -> None:

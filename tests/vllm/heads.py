@@ -73,7 +73,9 @@ def make_head(
         initialise_randomly(head, embeddings, seed, std=0.15)
         with torch.no_grad():
             for name, parameter in head.named_parameters():
-                if name.endswith("norm.weight"):
+                if name.endswith(".bias"):
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator))
+                elif parameter.ndim == 1:
                     parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
     else:
         mean = torch.randn(head.config.aux_width, generator=generator)

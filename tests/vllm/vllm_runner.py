@@ -1,10 +1,11 @@
 """Runs under vLLM's interpreter: drafts and answers of real engines, as JSON. Imports nothing of ours.
 
-    python vllm_runner.py results.json < jobs.json
+    python vllm_runner.py results.json < jobs      one job a line, run as they come
 
 A job names a target folder, a head folder, how the head is served ("plain": target plus speculative
-config; "speculators": the head's folder alone), K, prompts as token ids, and max_tokens. Jobs run one
-after the other in one process; all prompts of a job run at once.
+config; "speculators": the head's folder alone), K, prompts as token ids, max_tokens, and whether the hybrid
+KV cache manager must be off (one_kv_group). Jobs run one after the other in one process; all prompts of a
+job run at once.
 
 A result holds, per prompt, the output's token ids; the counters that `llm.get_metrics()` shows; and one
 record per request and drafting step: which prompt, the tokens known at that time, the K drafts. The
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.models import registry
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -113,7 +115,9 @@ def engine(job):
         "max_model_len": job["max_model_len"],
         "max_num_seqs": 8,
         "max_num_batched_tokens": 1024,
+        "num_gpu_blocks_override": 256,
         "disable_log_stats": False,
+        "disable_hybrid_kv_cache_manager": job["one_kv_group"],
     }
     if job["format"] == "speculators":
         return LLM(model=job["head"], **options)
@@ -152,10 +156,12 @@ def run(job, capture):
 
 
 def main():
-    jobs = json.load(sys.stdin)
+    # vLLM looks at each new class in a process of its own, half a minute each, to keep CUDA out of this one.
+    registry._run_in_subprocess = lambda look: look()
     capture = Capture()
     results = []
-    for job in jobs:
+    for line in sys.stdin:
+        job = json.loads(line)
         results.append(run(job, capture))
         gc.collect()
         cleanup_dist_env_and_memory()
