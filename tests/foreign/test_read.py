@@ -261,3 +261,11 @@ def test_a_longer_target_raises_the_context(tmp_path: Path) -> None:
     theirs = publish.amazon(small_head(), tmp_path / "theirs")
     longer = replace(FACTS, max_position_embeddings=4096)
     assert read_foreign(theirs, longer).head.config.max_position_embeddings == 4096
+
+
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (3, 32)])
+def test_a_placeholder_state_of_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    head = small_head()
+    theirs = publish.amazon(head, tmp_path / "theirs")
+    edit_tensors(theirs, lambda t: t.update(mask_hidden=t["mask_hidden"].reshape(shape)))
+    same(read_foreign(theirs, FACTS), head, torch.bfloat16)
