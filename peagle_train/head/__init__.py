@@ -5,6 +5,7 @@ sampling.py    COD: which of those chains a training step keeps
 batch.py       rows and chains packed into the tensors of one step
 attention.py   the attention rule, and its two implementations
 model.py       the network, as vLLM computes it
+unroll.py      the EAGLE-3 baseline's way through it: one pass per depth, fed with its own states
 loss.py        what is minimised
 reference.py   all of the above once more, slow and obvious, in float64: what the rest is tested against
 session.py     drafting with a KV cache
