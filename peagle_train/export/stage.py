@@ -19,6 +19,7 @@ from peagle_train.errors import CorruptError
 from peagle_train.export.checks import HeadReport
 from peagle_train.export.layout import export_head
 from peagle_train.files import read_json, remove_leftovers
+from peagle_train.head.config import Method
 from peagle_train.head.io import DESCRIPTION, load_head
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, finished, require, seal
@@ -68,7 +69,8 @@ def export(run: Run, console: Console) -> StageResult:
         extra=_provenance(run, parts["checkpoint"]),
         finish=lambda temporary: seal(temporary, parts, time.monotonic() - start),
     )
-    print_report(report, serve_command(directory, reference, recipe.evaluate.k, report.format), console)
+    serve = serve_command(directory, reference, recipe.evaluate.k, report.format, method=report.config.method)
+    print_report(report, serve, console)
     message = f"{directory} ({report.format}, {report.dtype}), proven: complete, finite, equal to {best}"
     return StageResult("export", time.monotonic() - start, False, message, run.command_for("evaluate"))
 
@@ -81,11 +83,14 @@ def target_reference(run: Run, console: Console) -> str:
     return model
 
 
-def serve_command(head_dir: Path | str, target: str, k: int, format: str = "plain") -> str:
+def serve_command(
+    head_dir: Path | str, target: str, k: int, format: str = "plain", *, method: Method = "peagle"
+) -> str:
     """The command that serves a head.
 
-    Method and parallel drafting are always named for a plain head: left out, vLLM guesses the method from
-    the folder's name and drafts one token at a time. A speculators head says all of it itself.
+    vLLM's method and parallel drafting are always named for a plain head: left out, vLLM guesses the method
+    from the folder's name and drafts one token at a time. vLLM calls both of our methods eagle3; parallel
+    drafting is what tells them apart. A speculators head says all of it itself.
     """
     if format == "speculators":
         return shlex.join(["vllm", "serve", str(head_dir)])
@@ -93,7 +98,7 @@ def serve_command(head_dir: Path | str, target: str, k: int, format: str = "plai
         "method": "eagle3",
         "model": str(head_dir),
         "num_speculative_tokens": k,
-        "parallel_drafting": True,
+        "parallel_drafting": method == "peagle",
     }
     return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculative)])
 

@@ -41,7 +41,7 @@ class PackedBatch:
     """The tensors of one step. T real slots, M mask slots, E supervised elements, P target outputs."""
 
     token_ids: Tensor  # [T] embedded by each real slot
-    step_token_ids: Tensor  # [M] embedded where an eagle3 head steps instead of drafting from a mask
+    step_token_ids: Tensor  # [M] x[a + d + 1]: embedded by eagle3's steps, unused by peagle
     aux: Tensor  # [T, A*TH]
     positions: Tensor  # [T + M] RoPE positions
     document: Tensor  # [T + M] document of each row; -1 for padding

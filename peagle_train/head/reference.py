@@ -111,7 +111,8 @@ class _Layers:
         """The residual stream behind the last layer, of new elements with their embedding and state."""
         residuals = {row: state for row, (_, state) in inputs.items()}
         for index, layer in enumerate(self.head.blocks):
-            queries, stream, memory = {}, {}, self.memory[index]
+            attention, memory = layer.self_attn, self.memory[index]
+            queries, stream = {}, {}
             for row, residual in residuals.items():
                 if index == 0:
                     state = self.norm(residual, layer.hidden_norm.weight)
@@ -120,7 +121,7 @@ class _Layers:
                 else:
                     x = self.norm(residual, layer.input_layernorm.weight)
                     stream[row] = residual
-                position, attention = row[0] + row[1], layer.self_attn
+                position = row[0] + row[1]
                 q_norm = self.parameters.get(f"layers.{index}.self_attn.q_norm.weight")
                 k_norm = self.parameters.get(f"layers.{index}.self_attn.k_norm.weight")
                 queries[row] = self.rotate(self.heads(attention.q_proj, x, q_norm), position)
