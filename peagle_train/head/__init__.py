@@ -1,4 +1,4 @@
-"""The drafter head, P-EAGLE's or EAGLE-3's: pure tensor code. No files, no launcher, no recipe; sizes come in as arguments.
+"""The drafter head, P-EAGLE's or EAGLE-3's: pure tensor code. No files, no launcher; sizes come as arguments.
 
 alignment.py   which token predicts which, and which chains carry loss   (start here)
 sampling.py    COD: which of those chains a training step keeps
