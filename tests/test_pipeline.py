@@ -121,6 +121,23 @@ def test_the_eagle3_baseline_on_the_states_of_another_run(done: dict, recipe: Pa
     assert kept == {file: file.stat().st_mtime_ns for file in kept}
 
 
+def test_a_baseline_is_prepared_without_a_mask_token(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the answering itself, which knows nothing of heads."""
+
+    class Rendered(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Rendered
+
+    monkeypatch.setattr("data_prep.prepare.even_batches", stop)
+    with (
+        Run.open(recipe, ["name=alone", "method=eagle3", "head.mask_token="]) as run,
+        pytest.raises(Rendered),
+    ):
+        run_stage(run, "prepare", Console(quiet=True))
+
+
 @pytest.mark.slow
 def test_states_made_by_a_second_pass_give_the_same_head_length(done: dict, recipe: Path) -> None:
     with Run.open(recipe, ["name=second", "states.keep_while_answering=false"]) as run:
