@@ -101,10 +101,12 @@ def _rows(run: Run, folder: Path) -> tuple[list[Rendered], dict[str, dict[str, i
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
     renderer = ChatRenderer(tokenizer, data.system_prompt, data.template_variables, data.day)
     rows, left_out = render_sets(renderer, collect(data), data.max_prompt_tokens)
-    # Training needs the mask token, but a bad one should cost seconds, not the hours of answering.
-    asked = {token for row in rows for token in row.token_ids}
-    ends = end_tokens_of(folder, tokenizer, run.facts.model, trust_remote_code=trust)
-    resolve_mask_token(run.recipe.head.mask_token, tokenizer, run.facts.vocab_size, asked, ends)
+    mask_token = run.recipe.head.mask_token
+    if mask_token is not None:
+        # Training needs it, but a bad one should cost seconds, not the hours of answering.
+        asked = {token for row in rows for token in row.token_ids}
+        ends = end_tokens_of(folder, tokenizer, run.facts.model, trust_remote_code=trust)
+        resolve_mask_token(mask_token, tokenizer, run.facts.vocab_size, asked, ends)
     return rows, left_out
 
 

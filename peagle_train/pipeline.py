@@ -141,8 +141,8 @@ def _serve_command(run: Run, console: Console) -> str:
     """vLLM is given the target as the user named it; a packaged one as the folder it was turned into."""
     from peagle_train.export.stage import serve_command, target_reference
 
-    target = target_reference(run, console)
-    return serve_command(run.head_dir, target, run.recipe.evaluate.k, run.recipe.export.format)
+    target, recipe = target_reference(run, console), run.recipe
+    return serve_command(run.head_dir, target, recipe.evaluate.k, recipe.export.format, method=recipe.method)
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

@@ -101,6 +101,47 @@ def test_the_same_seed_gives_the_same_head_from_scratch(done: dict, recipe: Path
     assert again["sets"] == done["sets"]
 
 
+def test_the_eagle3_baseline_on_the_states_of_another_run(done: dict, recipe: Path) -> None:
+    """The two methods on the same states, as recipes/README.md tells it: links to the other run's folders."""
+    runs = recipe.parent / "runs"
+    (runs / "baseline").mkdir()
+    for folder in ("answers", "states"):
+        (runs / "baseline" / folder).symlink_to(Path("..") / "twin" / folder)
+    kept = {file: file.stat().st_mtime_ns for file in (runs / "twin").rglob("*") if file.is_file()}
+    with Run.open(recipe, ["name=baseline", "method=eagle3", "head.mask_token=", "train.cod.rate=1"]) as run:
+        summary = run_all(run, Console(quiet=True))
+    assert kept == {file: file.stat().st_mtime_ns for file in kept}
+    skipped = {name for name, stage in summary["stages"].items() if stage["skipped"]}
+    assert skipped == {"prepare", "extract"}
+    assert check_head(runs / "baseline" / "head", None).config.method == "eagle3"
+    assert '"parallel_drafting": false' in summary["serve"]
+    figures = summary["sets"]["sums"]
+    assert figures["loop"]["lossless"] is True and figures["loop"]["prompts"] == 3
+    with (
+        Run.open(recipe, ["name=baseline", "data.max_new_tokens=10"]) as run,
+        pytest.raises(PeagleError, match=r"data\.max_new_tokens: 20 there, 10"),
+    ):
+        run_stage(run, "extract", Console(quiet=True))
+    assert kept == {file: file.stat().st_mtime_ns for file in kept}
+
+
+def test_a_baseline_is_prepared_without_a_mask_token(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the answering itself, which knows nothing of heads."""
+
+    class Rendered(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Rendered
+
+    monkeypatch.setattr("data_prep.prepare.even_batches", stop)
+    with (
+        Run.open(recipe, ["name=alone", "method=eagle3", "head.mask_token="]) as run,
+        pytest.raises(Rendered),
+    ):
+        run_stage(run, "prepare", Console(quiet=True))
+
+
 @pytest.mark.slow
 def test_states_made_by_a_second_pass_give_the_same_head_length(done: dict, recipe: Path) -> None:
     with Run.open(recipe, ["name=second", "states.keep_while_answering=false"]) as run:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub import ModelCardData
 
@@ -18,11 +18,29 @@ from peagle_train.delivery.manifest import FileEntry
 
 if TYPE_CHECKING:
     from peagle_train.export.checks import HeadReport
+    from peagle_train.head.config import Method
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # The K of most published tables; the card says so where it stands in for a missing one.
 DEFAULT_K = 5
-_TAGS = ["speculative-decoding", "eagle3", "p-eagle", "draft-model", "vllm"]
+_TAGS = ["speculative-decoding", "eagle3", "draft-model", "vllm"]
+
+
+class _Wording(NamedTuple):
+    """A method in words: its name, how its heads draft, what vLLM calls it, tags of its own."""
+
+    name: str
+    drafts: str
+    served: str
+    tags: tuple[str, ...]
+
+
+_METHODS: dict[Method, _Wording] = {
+    "peagle": _Wording(
+        "P-EAGLE", "several tokens in one pass", "`eagle3` with `parallel_drafting` in vLLM", ("p-eagle",)
+    ),
+    "eagle3": _Wording("EAGLE-3", "several tokens one after the other", "`eagle3` in vLLM", ()),
+}
 
 
 @dataclass(frozen=True)
@@ -71,15 +89,15 @@ def _metadata(facts: CardFacts) -> str:
             license=license_name if isinstance(license_name, str) else None,
             library_name="vllm",
             pipeline_tag="text-generation",
-            tags=_TAGS,
+            tags=[*_TAGS, *_words(facts).tags],
         ).to_yaml()
     )
 
 
 def _introduction(facts: CardFacts) -> str:
-    target = f"`{facts.report.target}`" if facts.report.target else "its target"
+    words, target = _words(facts), f"`{facts.report.target}`" if facts.report.target else "its target"
     text = (
-        f"A P-EAGLE drafter head for {target}: it drafts several tokens in one pass, which the target then "
+        f"A {words.name} drafter head for {target}: it drafts {words.drafts}, which the target then "
         "verifies, so the output is the target's own. It cannot generate text alone.\n\n"
         "Trained and checked with P-EAGLE Train."
     )
@@ -89,13 +107,18 @@ def _introduction(facts: CardFacts) -> str:
 
 
 def _method_rows(facts: CardFacts) -> list[tuple[str, str]]:
-    rows = [("method", "P-EAGLE: `eagle3` with `parallel_drafting` in vLLM")]
+    words = _words(facts)
+    rows = [("method", f"{words.name}: {words.served}")]
     positions = facts.provenance.get("positions")
     if isinstance(positions, int):
         rows.append(("positions trained", str(positions)))
     if facts.k is not None:
         rows.append(("K, drafted tokens per step", str(facts.k)))
     return rows
+
+
+def _words(facts: CardFacts) -> _Wording:
+    return _METHODS[facts.report.config.method]
 
 
 def _acceptance(facts: CardFacts) -> str:

@@ -189,7 +189,7 @@ def _commit(
         return api.create_commit(
             place.repo_id,
             [*additions, *deletions],
-            commit_message=f"Deliver a P-EAGLE head ({len(names)} files)",
+            commit_message=f"Deliver a drafter head ({len(names)} files)",
             revision=place.branch,
             parent_commit=parent,
         ).oid

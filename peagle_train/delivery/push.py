@@ -195,7 +195,7 @@ def _card(
         acceptance=results.get("sets", {}),
         k=k,
         title=place.title,
-        serve=serve_command(served, reference, k or DEFAULT_K, report.format),
+        serve=serve_command(served, reference, k or DEFAULT_K, report.format, method=report.config.method),
         fetch=fetch,
     )
     return make_card(facts, entries)

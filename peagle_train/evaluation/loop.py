@@ -1,10 +1,10 @@
 """Speculative decoding, greedy, one sequence: short enough to hold in the head.
 
     prefill   the target reads the prompt and gives x[n], the first new token
-    draft     the head reads the new (token, state) pairs and proposes K tokens in one pass
+    draft     the head reads the new (token, state) pairs and proposes K tokens (peagle: in one pass)
     verify    the target reads x[n] and the K drafts in one pass; its own choices follow each of them
     accept    leading drafts that equal those choices, plus one token of the target's own
-    forget    the caches lose what was rejected; the head's mask slots leave nothing behind
+    forget    the caches lose what was rejected; the head's own drafting leaves nothing behind
 
 The output is the target's greedy output, whatever the head proposes.
 """

@@ -1,6 +1,6 @@
 """The evaluation stage: acceptance on every held-out set, measured twice.
 
-    offline   all rows of a set, from their stored answers, one teacher-forced pass each
+    offline   all rows of a set, from their stored answers, teacher-forced
     loop      a few rows of each set through real speculative decoding, whose output must be the
               stored answer: the target's plain greedy decoding, made without any head
 

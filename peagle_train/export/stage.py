@@ -70,7 +70,8 @@ def export(run: Run, console: Console) -> StageResult:
         extra=_provenance(run, parts["checkpoint"]),
         finish=lambda temporary: seal(temporary, parts, time.monotonic() - start),
     )
-    print_report(report, serve_command(directory, reference, recipe.evaluate.k, report.format), console)
+    serve = serve_command(directory, reference, recipe.evaluate.k, report.format, method=report.config.method)
+    print_report(report, serve, console)
     message = f"{directory} ({report.format}, {report.dtype}), proven: complete, finite, equal to {best}"
     return StageResult("export", time.monotonic() - start, False, message, run.command_for("evaluate"))
 
@@ -93,8 +94,9 @@ def serve_command(
 ) -> str:
     """The command that serves a head.
 
-    Method and parallel drafting are always named for a plain head: left out, vLLM guesses the method from
-    the folder's name and drafts one token at a time. A speculators head says all of it itself.
+    vLLM's method and parallel drafting are always named for a plain head: left out, vLLM guesses the method
+    from the folder's name and drafts one token at a time. vLLM calls both of our methods eagle3; parallel
+    drafting is what tells them apart. A speculators head says all of it itself.
     """
     if format == "speculators":
         return shlex.join(["vllm", "serve", str(head_dir)])

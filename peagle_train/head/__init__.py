@@ -1,10 +1,11 @@
-"""The P-EAGLE drafter head: pure tensor code. No files, no launcher, no recipe; sizes come in as arguments.
+"""The drafter head, P-EAGLE's or EAGLE-3's: pure tensor code. No files, no launcher; sizes come as arguments.
 
 alignment.py   which token predicts which, and which chains carry loss   (start here)
 sampling.py    COD: which of those chains a training step keeps
 batch.py       rows and chains packed into the tensors of one step
 attention.py   the attention rule, and its two implementations
 model.py       the network, as vLLM computes it
+unroll.py      the EAGLE-3 baseline's way through it: one pass per depth, fed with its own states
 loss.py        what is minimised
 reference.py   all of the above once more, slow and obvious, in float64: what the rest is tested against
 session.py     drafting with a KV cache

@@ -1,7 +1,8 @@
-"""Acceptance from one teacher-forced pass.
+"""Acceptance from teacher forcing.
 
 A greedy answer of the target is known in advance, so what a server would do can be read off without
-serving: draft at every position at once, then walk. At anchor a the drafts are compared with the
+serving: draft at every position at once, then walk. (An eagle3 head embeds the answer's tokens where a
+server embeds drafted ones: on drafts that count, the same.) At anchor a the drafts are compared with the
 answer; m matches mean m + 1 tokens are delivered and the next round starts at anchor a + m + 1. The
 walk visits exactly the anchors that the speculative loop would.
 

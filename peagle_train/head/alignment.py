@@ -4,9 +4,11 @@ A row has tokens x[0..n-1]. h[i] is the target's hidden state after reading x[i]
 
     slot i        reads the embedding of x[i+1] and the state h[i], sits at RoPE position i,
                   and predicts x[i+2]
-    element (a,d) is slot a for d = 0. For d >= 1 it is the mask slot d steps further: it reads the
-                  mask embedding and `mask_hidden`, sits at position a+d, and predicts x[a+2+d],
-                  whose distribution is the target's output at position a+1+d
+    element (a,d) is slot a for d = 0. For d >= 1 it lies d steps further: it sits at position a+d and
+                  predicts x[a+2+d], whose distribution is the target's output at position a+1+d.
+                  What it reads is the method's: peagle's mask slot the mask embedding and
+                  `mask_hidden`, eagle3's step the embedding of x[a+1+d], which the element before
+                  it predicted, and that element's own state
 
 Example, an answer generated at positions 5..9 (E ends the turn):
 
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor
 
 EMBEDDED = 1
-"""Slot i embeds x[i + EMBEDDED]."""
+"""Slot i embeds x[i + EMBEDDED]; so does, at its position i = a + d, the step (a, d) of an unroll."""
 
 PREDICTED = 2
 """Element (a, d) predicts x[a + d + PREDICTED]."""

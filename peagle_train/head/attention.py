@@ -11,6 +11,7 @@ with rotated queries and keys: `attend(q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -98,14 +99,7 @@ class ChainAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         slots = self.slots
-        outputs = []
-        for start, end in self.slot_spans:
-            if end > start:
-                outputs.append(causal(q[start:end], k[start:end], v[start:end], self.window))
-        done = sum(len(o) for o in outputs)
-        if done < slots:
-            # A padding row sees itself alone: its output is its own value.
-            outputs.append(v[done:slots].repeat_interleave(q.shape[1] // v.shape[1], 1))
+        outputs = [real_slots(q[:slots], k[:slots], v[:slots], self.slot_spans, self.window)]
         for (slot_start, slot_end), (start, end) in zip(self.slot_spans, self.mask_spans, strict=True):
             if end > start:
                 outputs.append(self._chains(q[slots:], k, v, slot_start, slot_end, start, end))
@@ -114,26 +108,55 @@ class ChainAttention:
     def _chains(
         self, q: Tensor, k: Tensor, v: Tensor, slot_start: int, slot_end: int, start: int, end: int
     ) -> Tensor:
-        """Mask slots start..end of one document: one softmax over prefix and chain scores together."""
-        heads, width = q.shape[1], q.shape[2]
-        kv_heads = k.shape[1]
-        m, s = end - start, slot_end - slot_start
-        q = (q[start:end] * width**-0.5).view(m, kv_heads, heads // kv_heads, width)
-        prefix_k, prefix_v = k[slot_start:slot_end], v[slot_start:slot_end]
-        rows = self.slots + self.chain_rows[start:end]
-        chain_k, chain_v = k[rows], v[rows]  # [m, C, Hkv, D]
-
+        """Mask slots start..end of one document."""
         anchor, slot = self.anchor[start:end, None], torch.arange(slot_start, slot_end, device=q.device)
         unseen = slot > anchor
         if self.window is not None:
             unseen = unseen | (anchor + self.depth[start:end, None] - slot >= self.window)
-        prefix = torch.einsum("mhgd,shd->hgms", q, prefix_k).masked_fill(unseen, float("-inf"))
-        chain = torch.einsum("mhgd,mchd->hgmc", q, chain_k)
-        chain = chain.masked_fill(self.outside_chain[start:end], float("-inf"))
-        weights = torch.cat([prefix, chain], -1).softmax(-1)
-        out = torch.einsum("hgms,shd->mhgd", weights[..., :s], prefix_v)
-        out = out + torch.einsum("hgmc,mchd->mhgd", weights[..., s:], chain_v)
-        return out.reshape(m, heads, width)
+        rows = self.slots + self.chain_rows[start:end]
+        return prefix_and_chain(
+            q[start:end],
+            (k[slot_start:slot_end], v[slot_start:slot_end], unseen),
+            (k[rows], v[rows], self.outside_chain[start:end]),
+        )
+
+
+def real_slots(
+    q: Tensor, k: Tensor, v: Tensor, spans: Sequence[tuple[int, int]], window: int | None
+) -> Tensor:
+    """The real slots of a batch, padding included: causal attention within each document."""
+    outputs = [
+        causal(q[start:end], k[start:end], v[start:end], window) for start, end in spans if end > start
+    ]
+    done = sum(len(o) for o in outputs)
+    # A padding row sees itself alone: its output is its own value.
+    outputs.append(v[done:].repeat_interleave(q.shape[1] // v.shape[1], 1))
+    return torch.cat(outputs)
+
+
+def prefix_and_chain(
+    q: Tensor, prefix: tuple[Tensor, Tensor, Tensor], chain: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """One softmax over two groups of keys: those all queries share, and those each query has of its own.
+
+    Args:
+        q: [m, Hq, D].
+        prefix: keys and values [s, Hkv, D], and where they are unseen [m, s] bool.
+        chain: keys and values [m, C, Hkv, D], and where they are unseen [m or 1, C] bool.
+
+    Returns:
+        [m, Hq, D].
+    """
+    (prefix_k, prefix_v, prefix_unseen), (chain_k, chain_v, chain_unseen) = prefix, chain
+    m, heads, width = q.shape
+    s, kv_heads, _ = prefix_k.shape
+    q = (q * width**-0.5).view(m, kv_heads, heads // kv_heads, width)
+    scores = torch.einsum("mhgd,shd->hgms", q, prefix_k).masked_fill(prefix_unseen, float("-inf"))
+    own = torch.einsum("mhgd,mchd->hgmc", q, chain_k).masked_fill(chain_unseen, float("-inf"))
+    weights = torch.cat([scores, own], -1).softmax(-1)
+    out = torch.einsum("hgms,shd->mhgd", weights[..., :s], prefix_v)
+    out = out + torch.einsum("hgmc,mchd->mhgd", weights[..., s:], chain_v)
+    return out.reshape(m, heads, width)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:

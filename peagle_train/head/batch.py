@@ -6,7 +6,8 @@ Documents lie one after the other without padding between them:
       T rows                                              M rows
 
 A document's slots end at its last anchor that carries loss: later ones would be seen by nobody.
-Every mask slot carries loss, by construction of the sampling.
+Every mask slot carries loss, by construction of the sampling. For an eagle3 head the same M rows are the
+steps of its unroll: positions, labels and who sees whom are those of the mask slots.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class PackedBatch:
     """The tensors of one step. T real slots, M mask slots, E supervised elements, P target outputs."""
 
     token_ids: Tensor  # [T] embedded by each real slot
+    step_token_ids: Tensor  # [M] x[a + d + 1]: embedded by eagle3's steps, unused by peagle
     aux: Tensor  # [T, A*TH]
     positions: Tensor  # [T + M] RoPE positions
     document: Tensor  # [T + M] document of each row; -1 for padding
@@ -82,7 +84,7 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
     Raises:
         ValueError: nothing is supervised, or the padding is too small.
     """
-    token_ids, aux, slot_positions, slot_document, depth0 = [], [], [], [], []
+    token_ids, step_token_ids, aux, slot_positions, slot_document, depth0 = [], [], [], [], [], []
     mask_positions, mask_document, mask_anchor, mask_depth = [], [], [], []
     slot_labels, mask_labels, slot_outputs, mask_outputs, last = [], [], [], [], []
     slot_spans, mask_spans = [], []
@@ -101,6 +103,7 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
         deep = torch.arange(owner.shape[0]) - starts + 1
 
         token_ids.append(doc.token_ids[EMBEDDED : EMBEDDED + length])
+        step_token_ids.append(doc.token_ids[owner + deep + EMBEDDED])
         aux.append(doc.aux[:length])
         slot_positions.append(torch.arange(length))
         slot_document.append(torch.full((length,), index))
@@ -138,6 +141,7 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
     total = slots + padding
     return PackedBatch(
         token_ids=torch.cat(token_ids),
+        step_token_ids=torch.cat(step_token_ids),
         aux=torch.cat(aux),
         positions=torch.cat(slot_positions + mask_positions),
         document=torch.cat(slot_document + mask_document),

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from peagle_train.head.attention import Attention, ChainAttention
 from peagle_train.head.batch import PackedBatch
 from peagle_train.head.config import HeadConfig
+from peagle_train.head.unroll import UnrollAttention, unroll
 
 
 class RMSNorm(nn.Module):
@@ -241,11 +242,20 @@ class DrafterHead(nn.Module):
         """What eagle3's next step reads in place of a fused target state; [N, H] from `body`'s [N, H]."""
         return self.norm(residual) if self.config.norm_output else residual
 
-    def forward(self, batch: PackedBatch, attention: Callable[..., Attention] = ChainAttention) -> Tensor:
+    def forward(self, batch: PackedBatch, attention: Callable[..., Attention] | None = None) -> Tensor:
         """The residual stream [E, H] of the batch's supervised elements, ready for `logits`.
 
-        One pass for all depths: peagle's. The unroll of an eagle3 head is `unroll.py`'s.
+        Whoever calls need not know the method: one pass for all depths, or eagle3's unroll (`unroll.py`).
+
+        Args:
+            batch: rows and kept chains.
+            attention: builds the attention of one window; None: the method's own.
         """
+        if self.config.method == "eagle3":
+            return unroll(self, batch, attention or UnrollAttention)
+        return self._one_pass(batch, attention or ChainAttention)
+
+    def _one_pass(self, batch: PackedBatch, attention: Callable[..., Attention]) -> Tensor:
         attend = {window: attention(batch, window) for window in set(self.config.windows)}
         embeddings, hidden = self.embed(batch.token_ids, batch.aux, mask_slots=batch.num_mask_slots > 0)
         slots = batch.num_slots

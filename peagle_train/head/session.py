@@ -1,9 +1,12 @@
 """Drafting with a KV cache, the way a server does it.
 
 Known tokens x[0..n], target states h[0..n-1]. The session has cached the slots it was fed before; it
-is now fed the new ones (slot i = x[i+1], h[i]) and K - 1 mask slots behind them, in one pass. The last
-real slot and the mask slots give the K drafts. Mask slots leave no keys behind: the next round's real
-slots take their positions.
+is now fed the new ones (slot i = x[i+1], h[i]), whose last gives the first draft.
+
+    peagle   K - 1 mask slots lie behind them in the same pass and give the other drafts
+    eagle3   K - 1 passes of one row follow, each fed with the last draft and the state it came from
+
+What lies behind the real slots leaves no keys: the next round's real slots take its positions.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class DraftSession:
 
     @torch.no_grad()
     def draft(self, next_tokens: Tensor, aux: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Feeds m new slots and drafts K tokens in one pass.
+        """Feeds m new slots and drafts K tokens.
 
         Args:
             next_tokens: [m] int64, m >= 1; x[i+1] of the new slots i = length .. length + m - 1.
@@ -62,14 +65,32 @@ class DraftSession:
         Returns:
             drafts [k] (target ids) and logits [k, DV].
         """
-        head, m = self.head, next_tokens.shape[0]
-        embeddings, hidden = head.embed(next_tokens, aux, mask_slots=k > 1)
-        spread = torch.arange(m + k - 1, device=next_tokens.device).clamp(max=m)
-        positions = self.length + torch.arange(m + k - 1, device=next_tokens.device)
-        wanted = torch.arange(m - 1, m + k - 1, device=next_tokens.device)
-        states = head.body(embeddings, hidden, positions, self.layers, spread, wanted)
-        self.length += m
+        method = self._in_one_pass if self.head.config.method == "peagle" else self._one_by_one
+        logits = method(next_tokens, aux, k)
+        self.length += next_tokens.shape[0]
         for layer in self.layers:
             layer.crop(self.length)
-        logits = head.logits(states)
-        return head.draft_token_ids[logits.argmax(-1)], logits
+        return self.head.draft_token_ids[logits.argmax(-1)], logits
+
+    def _in_one_pass(self, next_tokens: Tensor, aux: Tensor, k: int) -> Tensor:
+        """peagle's logits [k, DV]."""
+        head, m = self.head, next_tokens.shape[0]
+        embeddings, hidden = head.embed(next_tokens, aux, mask_slots=k > 1)
+        rows = torch.arange(m + k - 1, device=next_tokens.device)
+        spread, wanted = rows.clamp(max=m), rows[m - 1 :]
+        return head.logits(head.body(embeddings, hidden, self.length + rows, self.layers, spread, wanted))
+
+    def _one_by_one(self, next_tokens: Tensor, aux: Tensor, k: int) -> Tensor:
+        """eagle3's logits [k, DV]."""
+        head = self.head
+        embeddings, hidden = head.embed(next_tokens, aux, mask_slots=False)
+        positions = self.length + torch.arange(next_tokens.shape[0], device=next_tokens.device)
+        last = torch.tensor([positions.shape[0] - 1], device=next_tokens.device)
+        residual = head.body(embeddings, hidden, positions, self.layers, rows=last)
+        logits = [head.logits(residual)]
+        for step in range(1, k):
+            drafted = head.draft_token_ids[logits[-1].argmax(-1)]
+            state = head.next_state(residual)
+            residual = head.body(head.embed_tokens(drafted), state, positions[-1:] + step, self.layers)
+            logits.append(head.logits(residual))
+        return torch.cat(logits)

@@ -181,7 +181,7 @@ def _describe(annotation: Any, limits: tuple[Any, ...]) -> str:
     plain, limits = _unwrap(annotation, limits)
     kind, arguments = typing.get_origin(plain), typing.get_args(plain)
     if kind in (typing.Union, types.UnionType):
-        text = ", or ".join(_describe(option, ()) for option in arguments)
+        text = ", or ".join(_describe(option, ()) for option in arguments if option is not type(None))
     elif kind is Literal:
         text = f"one of {', '.join(str(choice) for choice in arguments)}"
     elif kind is list:

@@ -86,6 +86,22 @@ def _drafts_fit_what_was_trained(view: View) -> Iterator[Broken]:
         )
 
 
+def _mask_token_fits_the_method(view: View) -> Iterator[Broken]:
+    method, token = view.get("method"), view.get("head.mask_token")
+    if method == "peagle" and token is None:
+        yield (
+            "head.mask_token",
+            "missing; expected the id or text of a token that neither data nor template holds, because "
+            "method peagle drafts from mask tokens; write `unused` to find one",
+        )
+    if method == "eagle3" and token is not None:
+        yield (
+            "head.mask_token",
+            f"found {token}; expected none, because method eagle3 drafts one token after the other and "
+            "has no mask token; leave it out (`head.mask_token=`), or set method=peagle",
+        )
+
+
 def _warmup_ends(view: View) -> Iterator[Broken]:
     warmup, steps = view.get("train.warmup_steps"), view.get("train.steps")
     if warmup >= steps:
@@ -175,6 +191,7 @@ def _unseen_prompts_stay_unseen(view: View) -> Iterator[Broken]:
 
 
 _RULES: tuple[Callable[[View], Iterator[Broken]], ...] = (
+    _mask_token_fits_the_method,
     _drafts_fit_what_was_trained,
     _warmup_ends,
     _windows_have_layers,

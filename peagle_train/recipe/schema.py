@@ -151,9 +151,10 @@ class HeadSection(Section):
     aux_layers: Annotated[list[Index], Field(min_length=1)] = Field(
         description="tapped layers in vLLM's convention: id = output of the first id decoder layers"
     )
-    mask_token: Index | Text = Field(
-        description="id or text of a token that neither data nor template holds; `unused` finds a row "
-        "that no text can produce"
+    mask_token: Index | Text | None = Field(
+        default=None,
+        description="peagle needs it, eagle3 has none: id or text of a token that neither data nor template "
+        "holds; `unused` finds a row that no text can produce",
     )
     draft_vocab_size: Count | None = Field(
         default=None, description="tokens the head can draft; left out: the target's whole vocabulary"
@@ -230,9 +231,12 @@ class TrainSection(Section):
 
     positions: Count = Field(
         default=8,
-        description="K: positions drafted in one pass, 1 real and K - 1 masks; at least the K of serving",
+        description="K: positions drafted, at least the K of serving; peagle: in one pass, 1 real and K - 1 "
+        "masks; eagle3: in K passes",
     )
-    cod: CodSection = Field(default=CodSection(), description="which mask slots are trained")
+    cod: CodSection = Field(
+        default=CodSection(), description="which chains are trained how deep; eagle3: rate 1.0 is usual"
+    )
     loss: Literal["kl", "ce"] = Field(
         default="kl", description="kl: the target's distribution over the draft vocabulary; ce: its tokens"
     )
@@ -317,6 +321,11 @@ class Recipe(Section):
         default=0, description="seed of everything random; same seed, same machine: same numbers"
     )
     output: Text = Field(default="runs", description="the run's folder is OUTPUT/NAME")
+    method: Literal["peagle", "eagle3"] = Field(
+        default="peagle",
+        description="peagle: drafts K tokens in one pass; eagle3: the baseline, K passes, each fed with the "
+        "state of the one before",
+    )
     target: TargetSection
     data: DataSection
     states: StatesSection = StatesSection()

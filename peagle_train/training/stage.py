@@ -50,6 +50,7 @@ def train(run: Run, console: Console) -> StageResult:
         "format": FORMAT,
         "extract": states,
         "seed": recipe.seed,
+        "method": recipe.method,
         # They share each step's rows: another number of them is another batch.
         "processes": accelerator.num_processes,
         "head": recipe.head.model_dump(mode="json"),

@@ -1,4 +1,4 @@
-"""What stands before step 0: mask token, draft vocabulary, sizes and first weights of the head."""
+"""What stands before step 0: mask token (peagle), draft vocabulary, sizes and first weights of the head."""
 
 from __future__ import annotations
 
@@ -47,12 +47,8 @@ def make_start(
         directory: the training folder; the vocabulary map is written there once and read ever after.
     """
     counts, mean_aux = _survey(store, rows, target.facts.vocab_size)
-    # No row of any set may hold the mask token: held-out text is text a server will see.
-    used = set(torch.cat([store.token_ids(info.row) for info in store.info()]).unique().tolist())
     section = recipe.head
-    mask_token_id = resolve_mask_token(
-        section.mask_token, target.tokenizer, target.facts.vocab_size, used, target.end_token_ids
-    )
+    mask_token_id = _mask_token_id(section.mask_token, target, store)
     if section.start_from is not None:
         return _going_on(recipe, target, store, mask_token_id, Path(section.start_from), console)
     token_ids = _draft_tokens(recipe, target, counts, mask_token_id, directory, console)
@@ -85,6 +81,15 @@ def make_start(
                 f"random at the start, for want of a fitting tensor in the target: {', '.join(left)}"
             )
     return Start(head, target.output_head(token_ids))
+
+
+def _mask_token_id(spec: int | str | None, target: Target, store: StateStore) -> int | None:
+    """The id of the recipe's mask token; None for a method without one."""
+    if spec is None:
+        return None
+    # No row of any set may hold it: held-out text is text a server will see.
+    used = set(torch.cat([store.token_ids(info.row) for info in store.info()]).unique().tolist())
+    return resolve_mask_token(spec, target.tokenizer, target.facts.vocab_size, used, target.end_token_ids)
 
 
 def _going_on(
@@ -134,6 +139,7 @@ def head_config(
         attention_bias=section.attention_bias,
         layer_types=tuple(section.layer_types or ()) if section.sliding_window else (),
         sliding_window=section.sliding_window,
+        method=recipe.method,
     )
 
 
@@ -165,7 +171,12 @@ def _report_coverage(store: StateStore, token_ids: Tensor, vocab_size: int, cons
 
 
 def _draft_tokens(
-    recipe: Recipe, target: Target, counts: Tensor, mask_token_id: int, directory: Path, console: Console
+    recipe: Recipe,
+    target: Target,
+    counts: Tensor,
+    mask_token_id: int | None,
+    directory: Path,
+    console: Console,
 ) -> Tensor:
     """[DV] target ids the head can draft: read if chosen before, else chosen and written."""
     size = recipe.head.draft_vocab_size
@@ -174,8 +185,9 @@ def _draft_tokens(
     path = directory / "draft_vocabulary.safetensors"
     if path.is_file():
         return load_tensors(path)["token_ids"]
+    never = [] if mask_token_id is None else [mask_token_id]
     try:
-        chosen = choose_draft_vocabulary(counts, size, always=target.end_token_ids, never=[mask_token_id])
+        chosen = choose_draft_vocabulary(counts, size, always=target.end_token_ids, never=never)
     except ValueError as error:
         raise PeagleError(f"head.draft_vocab_size: {error}; change it in the recipe") from error
     console.print(

@@ -98,6 +98,8 @@ def test_the_serve_commands() -> None:
         "num_speculative_tokens": 7,
         "parallel_drafting": True,
     }
+    sequential = shlex.split(serve_command("runs/head", "owner/target", 7, method="eagle3"))
+    assert json.loads(sequential[4])["parallel_drafting"] is False
     assert shlex.split(serve_command("runs/a/head", "owner/target", 7, "speculators")) == [
         "vllm",
         "serve",

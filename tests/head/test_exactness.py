@@ -30,7 +30,7 @@ def fast_loss(
     head: DrafterHead,
     documents: list[Document],
     kind: str = "kl",
-    attention: type = ChainAttention,
+    attention: type | None = None,
     pad: int | None = None,
 ) -> tuple[torch.Tensor, int]:
     batch = pack(documents, pad_slots_to=pad)

@@ -11,9 +11,10 @@ import torch
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, walk
 from peagle_train.head.alignment import trainable_depths
 from peagle_train.head.batch import Document, pack
+from peagle_train.head.model import DrafterHead
 from peagle_train.head.sampling import full_depths
 from peagle_train.head.session import DraftSession
-from tests.head.toys import CONFIG, LAYOUTS, toy_document, toy_head
+from tests.head.toys import CONFIG, EAGLE3, LAYOUTS, toy_document, toy_head
 
 K = 4
 
@@ -47,8 +48,36 @@ def test_session_logits_equal_the_training_forward_at_every_anchor(layout: str) 
             assert drafts[depth] == head.draft_token_ids[where[anchor, depth].argmax()]
 
 
-def test_mask_slots_leave_nothing_in_the_cache() -> None:
-    head, document = toy_head(), row()
+@pytest.mark.parametrize("layout", [*LAYOUTS, "norm output"])
+def test_an_eagle3_session_is_the_unroll_over_its_own_drafts(layout: str) -> None:
+    """At every anchor: an answer that reads as drafted gives the drafts' logits, teacher-forced."""
+    changes = {**LAYOUTS.get(layout, dict(norm_output=True)), **EAGLE3}
+    head, document = toy_head(**changes), row(**changes)
+    session, fed, answers, drafted = DraftSession(head), 0, [], []
+    for anchor in range(5, 18):
+        if anchor % 3 == 0:
+            continue  # feed two slots at once now and then
+        drafts, logits = session.draft(
+            document.token_ids[fed + 1 : anchor + 2], document.aux[fed : anchor + 1], K
+        )
+        fed = anchor + 1
+        token_ids, kept = document.token_ids.clone(), torch.zeros_like(document.kept)
+        kept[anchor] = min(K, document.token_ids.shape[0] - anchor - 2)
+        token_ids[anchor + 2 : anchor + 2 + K] = drafts[: int(kept[anchor])]
+        answers.append(Document(token_ids, document.aux, document.last, kept))
+        drafted.append((anchor, logits))
+    batch = pack(answers)
+    unrolled = head.logits(head(batch))
+    rows = batch.supervised
+    for index, (anchor, logits) in enumerate(drafted):
+        mine = unrolled[(batch.document[rows] == index).nonzero()[:, 0]]
+        assert mine.shape[0] == min(K, 18 - anchor)
+        assert torch.allclose(logits[: mine.shape[0]], mine, atol=1e-10), anchor
+
+
+@pytest.mark.parametrize("changes", [{}, EAGLE3])
+def test_drafting_leaves_nothing_in_the_cache(changes: dict[str, Any]) -> None:
+    head, document = toy_head(**changes), row()
     with_drafts, without = DraftSession(head), DraftSession(head)
     with_drafts.draft(document.token_ids[1:8], document.aux[:7], K)
     without.draft(document.token_ids[1:8], document.aux[:7], 1)
@@ -68,10 +97,14 @@ def test_walk_jumps_by_accepted_plus_one() -> None:
     assert counts.acceptance_length == 3.0 and counts.per_position == [1.0, 1.0, 0.0]
 
 
-def test_offline_equals_stepping_through_the_answer() -> None:
-    """Draft, compare with the answer, jump: counts the same as one pass over all of it."""
-    head = toy_head()
-    documents = [row(seed) for seed in range(4)]
+@pytest.mark.parametrize("changes", [{}, EAGLE3])
+def test_offline_equals_stepping_through_the_answer(changes: dict[str, Any]) -> None:
+    """Draft, compare with the answer, jump: counts the same as one teacher-forced walk over all of it.
+
+    A random head is hardly ever right: the answers are what it drafts itself, with some tokens replaced.
+    """
+    head = toy_head(draft_vocab_size=40, **changes)
+    documents = [_half_drafted(head, row(seed)) for seed in range(4)]
     offline = offline_acceptance(head, documents, K)
     for document, counted in zip(documents, offline, strict=True):
         stepped, session, fed, anchor = Acceptance(K), DraftSession(head), 0, 5
@@ -86,6 +119,19 @@ def test_offline_equals_stepping_through_the_answer() -> None:
             stepped.add_round(accepted)
             fed, anchor = anchor + 1, anchor + accepted + 1
         assert (counted.num_drafts, counted.accepted_at) == (stepped.num_drafts, stepped.accepted_at)
+    assert sum(counted.accepted_at[-1] for counted in offline) > 0
+    assert any(counted.num_accepted < K * counted.num_drafts for counted in offline)
+
+
+def _half_drafted(head: DrafterHead, document: Document) -> Document:
+    """The row with an answer of K, K - 1, K, ... drafted tokens, one random token behind each run."""
+    token_ids, session, fed, anchor, right = document.token_ids.clone(), DraftSession(head), 0, 5, K
+    while anchor + 2 < token_ids.shape[0]:
+        drafts, _ = session.draft(token_ids[fed + 1 : anchor + 2], document.aux[fed : anchor + 1], K)
+        room = token_ids[anchor + 2 : anchor + 2 + right]
+        room.copy_(drafts[: room.shape[0]])
+        fed, anchor, right = anchor + 1, anchor + right + 1, 2 * K - 1 - right
+    return replace(document, token_ids=token_ids)
 
 
 def test_a_head_that_knows_the_answer_is_accepted_whole() -> None:

@@ -32,6 +32,8 @@ CONFIG = HeadConfig(
     own_embeddings=True,
 )
 
+EAGLE3: dict[str, Any] = dict(method="eagle3", mask_token_id=None)
+"""The method as a change of CONFIG; it goes with every layout below."""
 
 YARN = Rope(10_000.0, "yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, truncate=False)
 LLAMA3 = Rope(
@@ -89,7 +91,7 @@ def toy_head(seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) 
             p.copy_(1 + 0.3 * noise if norm else 0.5 * noise)
     if config.reduced_vocabulary:
         ids = torch.randperm(config.vocab_size, generator=generator)
-        ids = ids[ids != config.mask_token_id][: config.draft_vocab_size].sort().values
+        ids = ids[ids != CONFIG.mask_token_id][: config.draft_vocab_size].sort().values
         head.set_draft_tokens(ids)
     return head.to(dtype)
 

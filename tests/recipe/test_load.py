@@ -239,6 +239,10 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
             "train.betas[1]: found the text '0.5'; expected a number, at least 0.0, less than 1.0; "
             "leave the quotes out",
         ),
+        (
+            "method=eagle-3",
+            "method: found the text 'eagle-3'; expected one of peagle, eagle3; did you mean eagle3?",
+        ),
         # impossible values
         ("evaluate.k=0", "evaluate.k: found the number 0; expected a whole number, at least 1"),
         (
@@ -268,11 +272,13 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
         ("seed=-1", "seed: found the number -1; expected a whole number, at least 0"),
         (
             "head.mask_token=-1",
-            "head.mask_token: found the number -1; expected a whole number, at least 0, or text, not empty",
+            "head.mask_token: found the number -1; expected a whole number, at least 0, or text, not "
+            "empty, or left out",
         ),
         (
             "head.mask_token=[3]",
-            "head.mask_token: found the list [3]; expected a whole number, at least 0, or text, not empty",
+            "head.mask_token: found the list [3]; expected a whole number, at least 0, or text, not "
+            "empty, or left out",
         ),
         (
             "head.aux_layers=[]",
@@ -303,6 +309,11 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
             "first no sign",
         ),
         # rules between keys
+        (
+            "head.mask_token=",
+            "head.mask_token: missing; expected the id or text of a token that neither data nor template "
+            "holds, because method peagle drafts from mask tokens; write `unused` to find one",
+        ),
         (
             "evaluate.k=9",
             "evaluate.k: found 9; expected at most train.positions = 8, because positions that were "
@@ -342,6 +353,15 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
 )
 def test_one_fault_one_message(recipe_file: Path, override: str, fault: str) -> None:
     assert faults_of(recipe_file, override) == [f"command line: {fault}"]
+
+
+def test_a_mask_token_belongs_to_peagle_alone(recipe_file: Path) -> None:
+    assert faults_of(recipe_file, "method=eagle3") == [
+        "FILE:11: head.mask_token: found 3; expected none, because method eagle3 drafts one token after the "
+        "other and has no mask token; leave it out (`head.mask_token=`), or set method=peagle"
+    ]
+    recipe = load_recipe(recipe_file, ["method=eagle3", "head.mask_token="])
+    assert (recipe.method, recipe.head.mask_token) == ("eagle3", None)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from peagle_train.errors import CorruptError, PeagleError
 from peagle_train.files import read_json
+from peagle_train.head.acceptance import offline_acceptance, total
 from peagle_train.head.io import load_head
 from peagle_train.recipe.schema import CodSection, HeadSection, TrainSection
 from peagle_train.store.documents import Documents, trainable_rows
@@ -27,6 +28,7 @@ from tests.training.conftest import AUX_LAYERS, Made
 HEAD = HeadSection(
     layers=1, aux_layers=AUX_LAYERS, mask_token="unused", draft_vocab_size=60, embeddings="shared"
 )
+EAGLE3_HEAD = HEAD.model_copy(update={"mask_token": None})
 BASE: dict[str, Any] = {
     "positions": 4,
     "cod": CodSection(rate=0.8),
@@ -46,7 +48,8 @@ def make_loop(made: Made, directory: Path, head: HeadSection = HEAD, seed: int =
     AcceleratorState._reset_state()
     PartialState._reset_state()
     section = TrainSection(**{**BASE, **changes})
-    recipe = SimpleNamespace(head=head, train=section, seed=seed)
+    method = "eagle3" if head.mask_token is None else "peagle"
+    recipe = SimpleNamespace(head=head, train=section, seed=seed, method=method)
     rows = trainable_rows(made.store, "train")
     directory.mkdir(parents=True, exist_ok=True)
     console = Console(quiet=True)
@@ -70,14 +73,27 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
     return load_head(checkpoint.checkpoints(directory / "checkpoints")[-1]).state_dict()
 
 
-def test_it_learns(made: Made, tmp_path: Path) -> None:
-    standing = make_loop(made, tmp_path, steps=60, checkpoint_every=60, validate_every=20).run()
+@pytest.mark.parametrize(("head", "rate"), [(HEAD, 0.8), (EAGLE3_HEAD, 1.0)], ids=["peagle", "eagle3"])
+def test_it_learns(made: Made, tmp_path: Path, head: HeadSection, rate: float) -> None:
+    loop = make_loop(
+        made, tmp_path, head, steps=60, checkpoint_every=60, validate_every=20, cod=CodSection(rate=rate)
+    )
+    before = accepted_in_training(loop)
+    standing = loop.run()
     log = log_of(tmp_path)
     losses = [line["loss"] for line in log if "loss" in line]
     scores = [line["validation"]["acceptance_length"] for line in log if "validation" in line]
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    assert accepted_in_training(loop) > before + 0.05
     assert max(scores) > scores[0] and standing.best_acceptance == pytest.approx(max(scores), abs=1e-4)
     assert read_json(tmp_path / "best" / "score.json")["step"] == standing.best_step
+
+
+def accepted_in_training(loop: Loop) -> float:
+    """Acceptance length on the rows that are trained on."""
+    rows, k = loop.data.stream.rows, loop.section.positions
+    documents = [loop.data.documents.full(row) for row in rows]
+    return total(offline_acceptance(loop.head, documents, k), k).acceptance_length
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(made: Made, tmp_path: Path) -> None:
@@ -91,13 +107,17 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("moment", ["between checkpoints", "while saving"])
+@pytest.mark.parametrize(
+    ("head", "moment"),
+    [(HEAD, "between checkpoints"), (HEAD, "while saving"), (EAGLE3_HEAD, "between checkpoints")],
+    ids=["peagle", "peagle, saving", "eagle3"],
+)
 def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: HeadSection, moment: str
 ) -> None:
-    make_loop(made, tmp_path / "whole").run()
+    make_loop(made, tmp_path / "whole", head).run()
 
-    stopped = make_loop(made, tmp_path / "killed")
+    stopped = make_loop(made, tmp_path / "killed", head)
     if moment == "between checkpoints":
         step = stopped._step
         monkeypatch.setattr(stopped, "_step", lambda s: step(s) if s < 10 else _die())
@@ -112,7 +132,7 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
         stopped.run()
     monkeypatch.undo()
 
-    resumed = make_loop(made, tmp_path / "killed")
+    resumed = make_loop(made, tmp_path / "killed", head)
     resumed.run()
     assert log_of(tmp_path / "killed") == log_of(tmp_path / "whole")
     whole, again = weights_of(tmp_path / "whole"), weights_of(tmp_path / "killed")
@@ -156,8 +176,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_best_head(
     assert all(bool(torch.isfinite(p).all()) for p in load_head(tmp_path / "best").parameters())
 
 
-def test_bfloat16_keeps_float32_masters_and_moves_norms(made: Made, tmp_path: Path) -> None:
-    loop = make_loop(made, tmp_path, precision="bf16")
+@pytest.mark.parametrize("head", [HEAD, EAGLE3_HEAD], ids=["peagle", "eagle3"])
+def test_bfloat16_keeps_float32_masters_and_moves_norms(
+    made: Made, tmp_path: Path, head: HeadSection
+) -> None:
+    loop = make_loop(made, tmp_path, head, precision="bf16")
     before = loop.head.norm.weight.clone()
     loop.run()
     assert all(p.dtype == torch.float32 for p in loop.head.parameters())
