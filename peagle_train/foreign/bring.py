@@ -75,9 +75,9 @@ def import_head(
     _print_changes(foreign.changes, source, console)
     serve = serve_command(out, reference, served, report.format, method=report.config.method)
     print_report(report, serve, console)
-    if report.config.method == "peagle":
-        _say(console, "\nGo on training from it with this in a recipe:")
-        _say(console, dump({"head": head_section(report.config, facts, str(out))}))
+    _say(console, "\nGo on training from it with this in a recipe:")
+    method = {} if report.config.method == "peagle" else {"method": report.config.method}
+    _say(console, dump({**method, "head": head_section(report.config, facts, str(out))}))
     measured = target if recipe else "RECIPE"
     _say(console, f"Measure it: {shlex.join(['peagle', 'evaluate', measured, '--head', str(out)])}")
     _say(console, f"Next: {shlex.join(['peagle', 'push', str(out), 's3://BUCKET/PREFIX'])}")

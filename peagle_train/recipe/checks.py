@@ -144,7 +144,8 @@ def _start_faults(recipe: Recipe, facts: TargetFacts, start_from: str) -> Iterat
     try:
         recorded = recorded_config(Path(start_from))
         # A token named by its text is known only with the tokenizer, when training starts.
-        mask = head.mask_token if isinstance(head.mask_token, int) else recorded.mask_token_id
+        named = head.mask_token if isinstance(head.mask_token, int) else recorded.mask_token_id or 0
+        mask = named if recipe.method == "peagle" else None
         wanted = head_config(recipe, facts, mask, head.draft_vocab_size or facts.vocab_size)
     except PeagleError as error:
         yield "head.start_from", str(error)

@@ -68,7 +68,8 @@ def head_section(config: HeadConfig, facts: TargetFacts, start_from: str) -> dic
             implied = facts.vocab_size if key == "draft_vocab_size" else getattr(facts, key, None)
         if key == "rope":
             implied = _rope_of(plain, facts)
-        if key in ("layers", "aux_layers", "mask_token", "embeddings") or value != implied:
+        told = key in ("layers", "aux_layers", "embeddings") or (key == "mask_token" and value is not None)
+        if told or (key != "mask_token" and value != implied):
             section[key] = value
     return section
 

@@ -28,11 +28,15 @@ def validations(directory: Path) -> dict[int, Any]:
     return {line["step"]: line["validation"] for line in log_of(directory) if "validation" in line}
 
 
+@pytest.mark.parametrize("token", ["unused", None], ids=["peagle", "eagle3"])
 @pytest.mark.parametrize("embeddings", ["own", "shared"])
-def test_it_starts_at_the_acceptance_of_the_head(made: Made, tmp_path: Path, embeddings: str) -> None:
-    head = trained(made, tmp_path / "first", embeddings=embeddings)
+def test_it_starts_at_the_acceptance_of_the_head(
+    made: Made, tmp_path: Path, embeddings: str, token: str | None
+) -> None:
+    head = trained(made, tmp_path / "first", embeddings=embeddings, mask_token=token)
     export_head(head, tmp_path / "head", target=made.target.facts, dtype="float32")
-    section = HEAD.model_copy(update={"embeddings": embeddings, "start_from": str(tmp_path / "head")})
+    changes = {"embeddings": embeddings, "mask_token": token, "start_from": str(tmp_path / "head")}
+    section = HEAD.model_copy(update=changes)
     loop = make_loop(made, tmp_path / "second", head=section, seed=1, precision="bf16")
     assert all(parameter.dtype == torch.float32 for parameter in loop.head.parameters())
     for name, tensor in loop.head.state_dict().items():
@@ -80,6 +84,15 @@ def test_every_difference_is_told_at_once_with_both_values(made: Made, tmp_path:
         "head.rms_norm_eps: found 0.5",
     ):
         assert part in text, part
+
+
+def test_a_head_of_the_other_method_is_refused(made: Made, tmp_path: Path) -> None:
+    export_head(
+        trained(made, tmp_path / "first"), tmp_path / "head", target=made.target.facts, dtype="float32"
+    )
+    section = HEAD.model_copy(update={"mask_token": None, "start_from": str(tmp_path / "head")})
+    with pytest.raises(RecipeError, match="a head with method peagle; expected eagle3"):
+        make_loop(made, tmp_path / "second", head=section)
 
 
 def test_only_a_sound_head_of_ours(made: Made, tmp_path: Path) -> None:
