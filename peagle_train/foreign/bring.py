@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from peagle_train.delivery.card import DEFAULT_K
 from peagle_train.errors import PeagleError
@@ -75,6 +76,8 @@ def import_head(
     _print_changes(foreign.changes, source, console)
     serve = serve_command(out, reference, served, report.format, method=report.config.method)
     print_report(report, serve, console)
+    if drafts is None:
+        _say(console, f"(the head recommends no number of tokens to draft; {served} is the command's)")
     _say(console, "\nGo on training from it with this in a recipe:")
     method = {} if report.config.method == "peagle" else {"method": report.config.method}
     _say(console, dump({**method, "head": head_section(report.config, facts, str(out))}))
@@ -105,7 +108,7 @@ def _print_changes(changes: list[Change], source: str, console: Console) -> None
     for name in ("what", "found", "now"):
         table.add_column(name, overflow="fold")
     for change in changes:
-        table.add_row(change.what, change.found, change.now)
+        table.add_row(Text(change.what), Text(change.found), Text(change.now))  # no markup of a stranger's
     console.print(table)
 
 

@@ -24,7 +24,7 @@ class Findings:
     """Changes and faults in the order they were met.
 
     Attributes:
-        neutral: options left out that default to off.
+        neutral: options left out whose default changes nothing.
         file: what is being read; each fault names it.
     """
 
@@ -48,7 +48,7 @@ class Findings:
         self.faults.append(fault(place, found, expected, cure))
 
     def rows(self) -> list[Change]:
-        """All changes, those of neutral options in one."""
+        """All changes, those of neutral options as one."""
         if not self.neutral:
             return self.changes
-        return [*self.changes, Change(", ".join(self.neutral), "left out", "off, vLLM's default")]
+        return [*self.changes, Change(", ".join(self.neutral), "left out", "neutral, vLLM's default")]

@@ -73,6 +73,7 @@ def test_a_published_head_becomes_one_of_ours(target: TargetFacts) -> None:
     assert (record["source"], record["format"]) == ("theirs", "plain")
     assert record["sha256"]["model.safetensors"] == sha256_of(theirs / "model.safetensors")
     assert any(change["found"] == "midlayer.*" for change in record["changes"])
+    assert "recommends no number of tokens" in printed
     for part in (
         "midlayer.*",
         "96 zeros",
@@ -102,6 +103,13 @@ def test_speculators_to_plain_keeps_k(target: TargetFacts) -> None:
     printed = bring(publish.speculators(small_head(own=False), Path("theirs")), "ours")
     assert '"num_speculative_tokens": 6' in printed and '"parallel_drafting": true' in printed
     assert read_json(Path("ours/export.json"))["provenance"]["k"] == 6
+
+
+def test_what_a_strangers_file_says_is_shown_as_it_is(target: TargetFacts) -> None:
+    theirs = publish.speculators(small_head(), Path("theirs"))
+    name = {"name_or_path": "[/bold]"}  # as markup it would stop the program
+    publish.edit(theirs, lambda config: config["speculators_config"]["verifier"].update(name))
+    assert "[/bold]" in bring(theirs, "ours")
 
 
 def test_a_head_of_ours_keeps_its_provenance(target: TargetFacts) -> None:

@@ -72,7 +72,7 @@ def test_the_speculators_layout(tmp_path: Path, own: bool) -> None:
     assert (foreign.format, foreign.k) == ("speculators", 6)
     # What is left out has the default of format and method: here the bare state.
     (off,) = (change for change in foreign.changes if "norm_before_residual" in change.what)
-    assert off.now == "off, vLLM's default"
+    assert off.now == "neutral, vLLM's default"
 
 
 def test_speculators_eagle3_starts_its_residual_from_the_normed_state(tmp_path: Path) -> None:
