@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from peagle_train.errors import PeagleError, RecipeError
 from peagle_train.recipe.load import Places
 from peagle_train.recipe.schema import HeadSection, Recipe
+from peagle_train.target.facts import KVLayer
+from peagle_train.target.kv_groups import needs_flag
 
 if TYPE_CHECKING:
     from peagle_train.head.rope import Rope
@@ -121,6 +123,16 @@ def _faults(recipe: Recipe, facts: TargetFacts) -> Iterator[tuple[str, str]]:
             "target's); expected a multiple, because query heads share key-value heads in equal groups",
         )
     head_dim = head.head_dim or facts.head_dim
+    kinds = head.layer_types or ["full_attention"] * head.layers
+    windows = [head.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    try:
+        needs_flag([KVLayer(window, kv_heads, head_dim) for window in windows], facts)
+    except ValueError as error:
+        yield (
+            "head.sliding_window",
+            f"found {error}; expected a head that vLLM can serve; give it the target's window, or full "
+            "layers",
+        )
     if head_dim % 2:
         yield (
             "head.head_dim",

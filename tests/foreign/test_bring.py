@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from peagle_train.errors import PeagleError
 from peagle_train.export.checks import HeadFault, check_head
 from peagle_train.export.layout import export_head, read_head
 from peagle_train.files import read_json, sha256_of
+from peagle_train.foreign import bring as bring_module
 from peagle_train.foreign.bring import import_head
 from peagle_train.head.rope import Rope
 from peagle_train.recipe.schema import TargetSection
-from peagle_train.target.facts import TargetFacts
+from peagle_train.target.facts import KVLayer, TargetFacts
+from peagle_train.target.kv_groups import FLAG
 from peagle_train.target.source import describe
 from tests.export.conftest import FACTS, small_head
 from tests.foreign import publish
@@ -167,6 +170,19 @@ def test_the_printed_section_describes_the_head(target: TargetFacts) -> None:
         size = section.draft_vocab_size or target.vocab_size
         assert head_config(recipe, target, section.mask_token, size) == head.config, shape
         assert section.start_from == f"copy{number}"
+        assert (FLAG in printed) == (head.config.sliding_window is not None)  # two kinds of KV cache
+
+
+def test_windows_that_vllm_cannot_serve_together_are_refused(
+    target: TargetFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = small_head(layer_types=("sliding_attention", "full_attention"), sliding_window=9)
+    export_head(head, Path("made"), target=target)
+    kinds = (KVLayer(7, 2, 8), KVLayer(None, 2, 8)) * 2
+    monkeypatch.setattr(bring_module, "describe", lambda section: replace(target, kv_layers=kinds))
+    with pytest.raises(HeadFault, match=r"config\.json: layer_types: windows of 7 and 9"):
+        bring("made", "ours")
+    assert not Path("ours").exists()
 
 
 def test_a_refused_head_leaves_nothing(target: TargetFacts) -> None:

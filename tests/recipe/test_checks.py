@@ -12,7 +12,7 @@ from peagle_train.head.rope import Rope
 from peagle_train.recipe import check_against_target, read_recipe
 from peagle_train.recipe.checks import head_rope
 from peagle_train.recipe.schema import HeadSection
-from peagle_train.target.facts import TargetFacts
+from peagle_train.target.facts import KVLayer, TargetFacts
 from tests.recipe.test_load import GOOD
 
 FACTS = TargetFacts(
@@ -176,3 +176,10 @@ def test_yarn_must_reach_the_longest_context(tmp_path: Path) -> None:
 def test_a_head_of_another_width_cannot_share_the_targets_table(tmp_path: Path) -> None:
     (fault,) = faults_of(tmp_path, "head.hidden_size=48", "head.embeddings=shared")
     assert "head.hidden_size: found 48; expected 64" in fault
+
+
+def test_a_window_that_vllm_cannot_serve_beside_the_targets(tmp_path: Path) -> None:
+    kinds = "[sliding_attention, full_attention, full_attention, full_attention]"
+    hybrid = dataclasses.replace(FACTS, kv_layers=(KVLayer(32, 2, 16), KVLayer(None, 2, 16)) * 2)
+    (fault,) = faults_of(tmp_path, f"head.layer_types={kinds}", "head.sliding_window=64", facts=hybrid)
+    assert "head.sliding_window: found windows of 32 and 64 in head and target" in fault

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 from peagle_train.evaluation.loop import Greedy, greedy, speculate
-from peagle_train.export.kv_groups import needs_flag
 from peagle_train.export.layout import export_head
+from peagle_train.export.serving import serving_flags
 from peagle_train.head.acceptance import Acceptance
 from peagle_train.head.model import DrafterHead
 from peagle_train.recipe.schema import TargetSection
@@ -197,10 +197,11 @@ def _export(case: Case, directory: Path) -> dict[str, Any]:
         "head": str(directory),
         "format": spec.layout.format,
         "k": spec.k,
+        "parallel": case.head.config.method == "peagle",
         "prompts": ground.prompts,
         "max_tokens": ground.max_tokens,
         "max_model_len": longest + 32,  # near its end vLLM stops drafting for the whole batch: stay away
-        "one_kv_group": needs_flag(case.head.config, ground.target.facts),
+        "one_kv_group": bool(serving_flags(case.head.config, ground.target.facts)),
     }
 
 

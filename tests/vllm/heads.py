@@ -35,7 +35,7 @@ def make_head(
 
     initialise: "random" (wide weights and norms away from 1, so that a forgotten norm shows) or "target".
     draft_vocab_size: None for the whole vocabulary; else `must_draft` and a random sample of other tokens.
-    sizes: HeadConfig fields that shall differ from the target's.
+    sizes: HeadConfig fields that shall differ from the target's, or from a plain P-EAGLE head's.
     """
     facts = target.facts
     fields: dict[str, Any] = {
@@ -47,6 +47,7 @@ def make_head(
         "rms_norm_eps": facts.rms_norm_eps,
         "rope": Rope(facts.rope_theta),
         "max_position_embeddings": facts.max_position_embeddings,
+        "mask_token_id": MASK_TOKEN,
         **sizes,
     }
     head = DrafterHead(
@@ -56,7 +57,6 @@ def make_head(
             draft_vocab_size=draft_vocab_size or facts.vocab_size,
             target_hidden_size=facts.hidden_size,
             aux_layers=aux_layers,
-            mask_token_id=MASK_TOKEN,
             own_embeddings=own_embeddings,
             **fields,
         )

@@ -76,6 +76,7 @@ LLAMA3 = Rope(
     original_max_position_embeddings=64,
 )
 QWEN3 = {"drafter": "qwen3"}
+EAGLE3 = {"method": "eagle3", "mask_token_id": None}
 
 LAYOUTS = [
     # Vocabulary, embeddings, depth, format.
@@ -163,6 +164,51 @@ LAYOUTS = [
         format="speculators",
         steps=10,
         initialise="target",
+    ),
+    # The sequential baseline: one pass per drafted token, each fed with the state of the one before.
+    Layout("eagle3", head=EAGLE3),
+    Layout(
+        "eagle3, reduced, shared",
+        layers=2,
+        aux=(0, 2),
+        draft_vocab_size=160,
+        own=False,
+        format="speculators",
+        head=EAGLE3,
+    ),
+    Layout("eagle3, norm output", layers=2, head={**EAGLE3, "norm_output": True}),
+    Layout(
+        "eagle3, full and sliding",
+        target="qwen2",
+        layers=3,
+        head={**EAGLE3, "layer_types": (FULL, SLIDING, FULL), "sliding_window": 6},
+    ),
+    Layout(
+        "eagle3, all at once",
+        target="qwen3",
+        layers=2,
+        aux=(0, 2, 3, 5),
+        draft_vocab_size=160,
+        head={
+            **EAGLE3,
+            **QWEN3,
+            "attention_bias": True,
+            "norm_before_residual": True,
+            "norm_before_fc": True,
+            "fc_norm": True,
+            "norm_output": True,
+            "rope": YARN,
+        },
+    ),
+    Layout(
+        "eagle3, SmolLM2",
+        SMOLLM2,
+        aux=(2, 15, 27),
+        draft_vocab_size=4096,
+        own=False,
+        steps=40,
+        initialise="target",
+        head=EAGLE3,
     ),
 ]
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from peagle_train.export.contract import plain_config
-from peagle_train.export.kv_groups import groups_of_head, one_group_works
 from peagle_train.head.config import HeadConfig
 from peagle_train.head.rope import Rope
 from peagle_train.target.facts import KVLayer
+from peagle_train.target.kv_groups import groups_of_head, one_group_works
 from tests.head.test_rope import SCALINGS
 from tests.head.toys import CONFIG
 from tests.vllm.conftest import RESULTS, started

@@ -3,9 +3,9 @@
     python vllm_runner.py results.json < jobs      one job a line, run as they come
 
 A job names a target folder, a head folder, how the head is served ("plain": target plus speculative
-config; "speculators": the head's folder alone), K, prompts as token ids, max_tokens, and whether the hybrid
-KV cache manager must be off (one_kv_group). Jobs run one after the other in one process; all prompts of a
-job run at once.
+config; "speculators": the head's folder alone), K, whether it drafts in parallel, prompts as token ids,
+max_tokens, and whether the hybrid KV cache manager must be off (one_kv_group). Jobs run one after the
+other in one process; all prompts of a job run at once.
 
 A result holds, per prompt, the output's token ids; the counters that `llm.get_metrics()` shows; and one
 record per request and drafting step: which prompt, the tokens known at that time, the K drafts. The
@@ -125,7 +125,7 @@ def engine(job):
         "method": "eagle3",
         "model": job["head"],
         "num_speculative_tokens": job["k"],
-        "parallel_drafting": True,
+        "parallel_drafting": job["parallel"],
     }
     return LLM(model=job["target"], speculative_config=speculative, **options)
 

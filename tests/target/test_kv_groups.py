@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from peagle_train.export.kv_groups import groups_of_head, head_layers, needs_flag
+from peagle_train.export.serving import kv_layers, serving_flags
 from peagle_train.recipe.schema import TargetSection
 from peagle_train.target.facts import KVLayer
+from peagle_train.target.kv_groups import groups_of_head, needs_flag
 from peagle_train.target.source import describe
 from tests import twins
 from tests.export.conftest import FACTS, small_head
@@ -40,10 +43,18 @@ def test_groups_of_a_head(target: list[KVLayer], head: list[KVLayer], groups: in
     assert groups_of_head(target, head) == groups
 
 
+def test_two_windows_cannot_share_a_group() -> None:
+    oss = replace(FACTS, kv_layers=tuple(repeated([SLIDING, FULL], 4)))
+    assert needs_flag([FULL] * 2, oss)
+    assert needs_flag([SLIDING, FULL], oss)  # one window: the flag merges all
+    with pytest.raises(ValueError, match="windows of 64 and 128 in head and target"):
+        needs_flag([KVLayer(64, 8, 64), FULL], oss)
+
+
 def test_layers_are_read_from_head_and_target(tmp_path) -> None:
     head = small_head(layers=2, layer_types=("full_attention", "sliding_attention"), sliding_window=16).config
-    assert head_layers(head) == [KVLayer(None, 2, 8), KVLayer(16, 2, 8)]
-    assert needs_flag(head, FACTS)
+    assert kv_layers(head) == (KVLayer(None, 2, 8), KVLayer(16, 2, 8))
+    assert serving_flags(head, FACTS) == ["--disable-hybrid-kv-cache-manager"]
     twin = describe(TargetSection(model=str(twins.tiny_gemma4(tmp_path / "gemma"))))
     full = KVLayer(None, 2, 32)
     assert twin.kv_layers == (KVLayer(8, 2, 16), KVLayer(8, 2, 16), full) * 2

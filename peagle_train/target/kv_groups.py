@@ -22,16 +22,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from peagle_train.errors import PeagleError
-from peagle_train.head.config import HeadConfig
 from peagle_train.target.facts import KVLayer, TargetFacts
 
 FLAG = "--disable-hybrid-kv-cache-manager"
-
-
-def head_layers(head: HeadConfig) -> list[KVLayer]:
-    """What each layer of a head caches."""
-    return [KVLayer(window, head.num_key_value_heads, head.head_dim) for window in head.windows]
 
 
 def groups_of_head(target: Sequence[KVLayer], head: Sequence[KVLayer]) -> int:
@@ -62,20 +55,19 @@ def one_group_works(layers: Sequence[KVLayer]) -> bool:
     return len({layer.window for layer in layers if layer.window is not None}) <= 1
 
 
-def needs_flag(head: HeadConfig, target: TargetFacts) -> bool:
-    """Whether serving this head needs `FLAG`.
+def needs_flag(head: Sequence[KVLayer], target: TargetFacts) -> bool:
+    """Whether serving a head with these layers needs `FLAG`.
 
     Raises:
-        PeagleError: vLLM cannot serve it beside this target with the flag either.
+        ValueError: vLLM cannot serve it beside this target with the flag either.
     """
-    mine, theirs = head_layers(head), target.kv_layers
-    if groups_of_head(theirs, mine) == 1:
+    layers = [*target.kv_layers, *head]
+    if groups_of_head(target.kv_layers, head) == 1:
         return False
-    if not one_group_works([*theirs, *mine]):
-        windows = sorted({layer.window for layer in [*theirs, *mine] if layer.window is not None})
-        raise PeagleError(
-            f"head.sliding_window: vLLM cannot serve this head beside {target.model}: its layers fall into "
-            f"several KV cache groups, and windows of {' and '.join(map(str, windows))} cannot share one; "
-            "give the head the target's window, or no sliding layers"
+    if not one_group_works(layers):
+        windows = sorted({layer.window for layer in layers if layer.window is not None})
+        raise ValueError(
+            f"windows of {' and '.join(map(str, windows))} in head and target, whose layers fall into "
+            "several KV cache groups and cannot share one"
         )
     return True
