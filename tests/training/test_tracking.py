@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.tracking import TensorBoardTracker
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 from rich.console import Console
 
 from peagle_train.errors import PeagleError
@@ -85,6 +85,7 @@ def calls(trackio_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
         import wandb
 
         wandb.teardown()  # its service reads the surroundings when it starts
+    close_session()  # the Hub's client keeps the proxy it was made with
     listener.close()
     assert heard == []
 
