@@ -7,6 +7,7 @@ its verb runs, so that `--help` answers at once.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -188,14 +189,27 @@ def export(
         "Measure acceptance on the held-out sets, offline and through the real speculative loop.",
         reads="OUTPUT/NAME/head, OUTPUT/NAME/states; evaluate",
         writes="OUTPUT/NAME/evaluation, OUTPUT/NAME/summary.json",
-        example="peagle evaluate smollm2 evaluate.k=4",
+        example="peagle evaluate smollm2 evaluate.k=4\n"
+        "          peagle evaluate smollm2 --head heads/other   (any head; the run keeps its own results)",
         then="peagle push OUTPUT/NAME/head s3://BUCKET/PREFIX",
     ),
 )
-def evaluate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
-    from peagle_train.pipeline import finish, next_command, run_stage
+def evaluate(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    head: Annotated[
+        Path | None,
+        typer.Option("--head", metavar="DIR", help="measure this head; the run's own results stay"),
+    ] = None,
+) -> None:
+    from peagle_train.pipeline import evaluate_other, finish, next_command, run_stage
 
     console = Console()
+    if head is not None:
+        with _open(recipe, overrides) as run:
+            evaluate_other(run, head, console)
+        _next(shlex.join(["peagle", "push", str(head), "s3://BUCKET/PREFIX"]), console)
+        return
     with _open(recipe, overrides) as run:
         result = run_stage(run, "evaluate", console)
         finish(run, {"evaluate": result}, console)
@@ -253,6 +267,44 @@ def push(
     from peagle_train.delivery.push import push_head
 
     push_head(directory, dest, Console(), force=force)
+
+
+@app.command(
+    "import",
+    short_help="bring a head of another maker",
+    help="Read a head of any maker as vLLM reads it, prove it against its target, write it in our layout.\n\n"
+    "\b\nReads:    HEAD, a folder or Hub id, plain or speculators, P-EAGLE or EAGLE-3; the target's config\n"
+    "Writes:   DIR, a head as `peagle export` writes it\n"
+    "Example:  peagle import owner/head --target smollm2 --out heads/theirs\n"
+    "          peagle import runs/smollm2/head --target smollm2 --format speculators --out heads/ours\n"
+    "Then:     peagle evaluate RECIPE --head DIR; head.start_from: DIR trains on from it\n\n"
+    "All that reads otherwise afterwards is printed and recorded in DIR/export.json. No weight is rounded. A "
+    "head of another target, or one with anything that vLLM would have to guess, is refused.",
+)
+def import_(
+    head: Annotated[str, typer.Argument(metavar="HEAD", help="a head's folder, or its Hub id")],
+    target: Annotated[
+        str, typer.Option("--target", metavar="TARGET", help="recipe, folder, Hub id or package:NAME")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="where it is written; must not exist")],
+    format: Annotated[str, typer.Option("--format", help="plain or speculators")] = "plain",
+    k: Annotated[
+        int | None, typer.Option("--k", min=1, help="tokens to draft; left out: what the head recommends")
+    ] = None,
+    aux_layers: Annotated[
+        str | None,
+        typer.Option("--aux-layers", metavar="I,J,..", help="layers it reads, if its config names none"),
+    ] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="of the head on the Hub")] = None,
+) -> None:
+    layers = _layers(aux_layers)
+    if format not in ("plain", "speculators"):
+        raise PeagleError(f"--format: found {format!r}; expected plain or speculators")
+    from peagle_train.foreign.bring import import_head
+
+    import_head(
+        head, out, target=target, console=Console(), revision=revision, format=format, k=k, aux_layers=layers
+    )
 
 
 @app.command(
@@ -319,6 +371,20 @@ def recipe(
 def main() -> None:
     """Entry point of the `peagle` command."""
     app()
+
+
+def _layers(text: str | None) -> list[int] | None:
+    """`2,15,27` as a rising list."""
+    if text is None:
+        return None
+    parts = text.strip("[]").split(",")
+    try:
+        layers = [int(part) for part in parts]
+    except ValueError:
+        layers = []
+    if not layers or layers != sorted(set(layers)) or layers[0] < 0:
+        raise PeagleError(f"--aux-layers: found {text!r}; expected layer ids that rise, such as 2,15,27")
+    return layers
 
 
 def _open(recipe: str, overrides: list[str] | None) -> Any:

@@ -128,6 +128,15 @@ def export_copy(run: Run, directory: Path, format: str, console: Console) -> Non
     _say(console, f"export: wrote {directory} ({format}); {run.head_dir} is unchanged")
 
 
+def evaluate_other(run: Run, head_dir: Path, console: Console) -> StageResult:
+    """Measures any head on the run's held-out states; the run's own evaluation stays as it is."""
+    from peagle_train.evaluation.stage import evaluate_head
+
+    result = evaluate_head(run, head_dir, console)
+    _say(console, f"evaluate: {'skipped, ' if result.skipped else ''}{result.message}")
+    return result
+
+
 def _serve_command(run: Run, console: Console) -> str:
     """vLLM is given the target as the user named it; a packaged one as the folder it was turned into."""
     from peagle_train.export.serving import serve_command, serving_flags

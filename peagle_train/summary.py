@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from peagle_train.run import Run
 from peagle_train.stages import FOLDERS, StageResult, read_record
 from peagle_train.versions import versions
 
+RESULTS = "results.json"
 _MEASURES = ("acceptance_length", "per_position", "num_drafts", "num_accepted")
 
 
@@ -58,7 +60,7 @@ def summarise(run: Run, results: Mapping[str, StageResult], serve: str) -> dict[
         "head": str(run.head_dir),
         "weights_sha256": sha256_of(run.head_dir / "model.safetensors"),
         "serve": serve,
-        "sets": _sets(run),
+        "sets": read_results(run.evaluation_dir / RESULTS, run.command_for("evaluate")),
         "stages": stages,
         "seconds": round(sum(stage["seconds"] for stage in stages.values()), 2),
         "versions": versions(),
@@ -70,24 +72,7 @@ def summarise(run: Run, results: Mapping[str, StageResult], serve: str) -> dict[
 
 def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     """Acceptance per prompt set, seconds per stage, the head's place, and how to serve it."""
-    k = summary["k"]
-    table = Table(title=f"Acceptance on held-out prompts, K = {k}, greedy")
-    table.add_column("set", no_wrap=True)
-    for head in ("prompts", "drafts", "length", f"accepted at 1..{k}", "loop (n)"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for name, figures in summary["sets"].items():
-        table.add_row(
-            name,
-            f"{figures['prompts']:,}",
-            f"{figures['num_drafts']:,}",
-            f"{figures['acceptance_length']:.2f}",
-            " ".join(f"{share:.2f}" for share in figures["per_position"]),
-            _loop_figure(figures["loop"]),
-        )
-    console.print()
-    console.print(table)
-    for name, figures in summary["sets"].items():
-        console.print(f"{name}: {_loop_words(figures['loop'])}", markup=False, highlight=False)
+    print_acceptance(summary["sets"], summary["k"], console)
     console.print()
     times = Table(title="Seconds per stage")
     times.add_column("stage")
@@ -101,6 +86,27 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
     console.print(times)
     for text in (f"Head:  {summary['head']}", "Serve it with:", f"  {summary['serve']}"):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_acceptance(sets: Mapping[str, Any], k: int, console: Console) -> None:
+    """The table of acceptance by held-out set, and what the speculative loop showed."""
+    table = Table(title=f"Acceptance on held-out prompts, K = {k}, greedy")
+    table.add_column("set", no_wrap=True)
+    for head in ("prompts", "drafts", "length", f"accepted at 1..{k}", "loop (n)"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for name, figures in sets.items():
+        table.add_row(
+            name,
+            f"{figures['prompts']:,}",
+            f"{figures['num_drafts']:,}",
+            f"{figures['acceptance_length']:.2f}",
+            " ".join(f"{share:.2f}" for share in figures["per_position"]),
+            _loop_figure(figures["loop"]),
+        )
+    console.print()
+    console.print(table)
+    for name, figures in sets.items():
+        console.print(f"{name}: {_loop_words(figures['loop'])}", markup=False, highlight=False)
 
 
 def _loop_figure(loop: Mapping[str, Any] | None) -> str:
@@ -119,10 +125,14 @@ def _loop_words(loop: Mapping[str, Any] | None) -> str:
     )
 
 
-def _sets(run: Run) -> dict[str, Any]:
-    path = run.evaluation_dir / "results.json"
+def read_results(path: Path, remake: str = "peagle evaluate") -> dict[str, Any]:
+    """The figures of an evaluation by held-out set: the offline ones, and under `loop` the loop's or None.
+
+    Raises PeagleError if there is no such file, CorruptError if it lacks a figure; `remake` is the command
+    that makes it.
+    """
     if not path.is_file():
-        raise PeagleError(f"{path}: found no results; run `{run.command_for('evaluate')}`")
+        raise PeagleError(f"{path}: found no results; run `{remake}`")
     sets = {}
     for name, measured in read_json(path)["sets"].items():
         offline, loop = measured.get("offline") or {}, measured.get("loop")
@@ -132,8 +142,6 @@ def _sets(run: Run) -> dict[str, Any]:
         if loop is not None:
             missing += [f"loop.{key}" for key in (*_MEASURES, "lossless", "near_ties") if key not in loop]
         if missing:
-            raise CorruptError(
-                f"{path}: set {name} lacks {', '.join(missing)}; run `{run.command_for('evaluate')}` anew"
-            )
+            raise CorruptError(f"{path}: set {name} lacks {', '.join(missing)}; run `{remake}` anew")
         sets[name] = {**offline, "loop": loop}
     return sets

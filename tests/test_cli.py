@@ -27,7 +27,7 @@ from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, require, seal
 from tests.test_run import CONFIG, recipe_file  # noqa: F401  (a fixture)
 
-VERBS = ["prepare", "extract", "train", "export", "evaluate", "run", "push", "check", "recipe"]
+VERBS = ["prepare", "extract", "train", "export", "evaluate", "run", "push", "import", "check", "recipe"]
 LOOP = {"lossless": True, "near_ties": 1, "prompts": 4, "tokens": 90}
 MEASURED = {
     "acceptance_length": 1.75,
@@ -383,6 +383,71 @@ def test_check_reports_what_was_proven(small: Path) -> None:
     assert "head: no fault found" in said
     Path("head/model.safetensors").write_bytes(b"")
     assert "model.safetensors" in peagle("check", "head", code=1)[1]
+
+
+def test_import_writes_a_head_and_tells_the_way_on(small: Path) -> None:
+    from tests.foreign.publish import amazon
+
+    Path("target/model.safetensors").write_text("")
+    amazon(tiny_head(), Path("theirs"))
+    said, _ = peagle("import", "theirs", "--target", "tiny.yaml", "--out", "heads/theirs")
+    for part in (
+        "midlayer.*",
+        "Head in heads/theirs",
+        "start_from: heads/theirs",
+        "Measure it: peagle evaluate tiny.yaml --head heads/theirs",
+        "Next: peagle push heads/theirs s3://BUCKET/PREFIX",
+    ):
+        assert part in said, part
+    assert "no fault found" in peagle("check", "heads/theirs", "--target", "tiny.yaml")[0]
+    said, _ = peagle(
+        "import",
+        "heads/theirs",
+        "--target",
+        "./target",
+        "--format",
+        "speculators",
+        "--k",
+        "4",
+        "--out",
+        "other",
+    )
+    assert "vllm serve other" in said
+    _, complaint = peagle("import", "theirs", "--target", "tiny.yaml", "--out", "other", code=1)
+    assert "other: found something there" in complaint
+
+
+def test_import_refuses_what_it_is_told_wrongly(small: Path) -> None:
+    given = ("import", "theirs", "--target", "tiny.yaml", "--out", "heads/theirs")
+    assert "expected plain or speculators" in peagle(*given, "--format", "gguf", code=1)[1]
+    for text in ("x", "3,2", "", "1,1"):
+        assert "expected layer ids that rise" in peagle(*given, "--aux-layers", text, code=1)[1]
+    assert "found no such folder" in peagle(*given, code=1)[1]
+    assert not Path("heads").exists()
+
+
+def test_a_head_to_go_on_from_is_held_against_the_recipe_at_once(small: Path) -> None:
+    from peagle_train.export.layout import export_head
+    from peagle_train.recipe import load_recipe
+    from peagle_train.target.source import describe
+
+    export_head(tiny_head(), Path("heads/mine"), target=describe(load_recipe("tiny.yaml").target))
+    _, complaint = peagle("recipe", "tiny.yaml", "head.start_from=heads/mine", "head.layers=3", code=2)
+    assert "command line: head.layers: found 3; expected 1 as in heads/mine; write head.layers=1" in complaint
+    _, complaint = peagle(
+        "recipe", "tiny.yaml", "head.start_from=heads/mine", "head.initialise=random", code=2
+    )
+    assert "head.initialise: found random beside head.start_from" in complaint
+    _, complaint = peagle("recipe", "tiny.yaml", "head.start_from=nowhere", code=2)
+    assert "head.start_from: nowhere: found no export.json" in complaint
+
+
+def test_evaluate_measures_another_head(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Path] = []
+    monkeypatch.setattr(pipeline, "evaluate_other", lambda run, head, console: measured.append(head))
+    said, _ = peagle("evaluate", "tiny.yaml", "--head", "heads/other")
+    assert measured == [Path("heads/other")] and worked == []
+    assert "Next: peagle push heads/other" in said
 
 
 def test_an_unknown_verb_is_answered_with_the_nearest() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ import yaml
 from rich.console import Console
 
 from peagle_train import Run, run_all
-from peagle_train.errors import PeagleError
+from peagle_train.errors import PeagleError, RecipeError
 from peagle_train.export.checks import check_head
-from peagle_train.pipeline import run_stage
+from peagle_train.export.layout import export_head
+from peagle_train.head.io import load_head
+from peagle_train.pipeline import evaluate_other, run_stage
 from tests.twins import tiny_llama
 
 
@@ -290,7 +294,57 @@ def test_a_bad_mask_token_costs_seconds_not_the_answers(recipe: Path, token: str
         pytest.raises(PeagleError, match=r"mask_token"),
     ):
         bad = run.recipe.model_copy(update={"head": run.recipe.head.model_copy(update={"mask_token": token})})
-        from dataclasses import replace
-
         run_stage(replace(run, recipe=bad), "prepare", Console(quiet=True))
     assert not (recipe.parent / "runs" / "masked" / "answers").exists()
+
+
+def test_any_head_is_measured_and_the_runs_own_results_stay(done: dict, recipe: Path) -> None:
+    folder = copy_of(recipe, "measured")
+    own = (folder / "evaluation" / "results.json").read_bytes()
+    other = recipe.parent / "other"
+    shutil.copytree(folder / "head", other)
+    console = Console(file=io.StringIO(), width=200)
+    with Run.open(recipe, ["name=measured"]) as run:
+        first = evaluate_other(run, other, console)
+        again = evaluate_other(run, other, console)
+    assert not first.skipped and again.skipped
+    (results,) = folder.glob("evaluation-other-*/results.json")
+    # It is the same head, so it has the same figures, though they were measured anew.
+    assert json.loads(results.read_text()) == json.loads(own)
+    assert (folder / "evaluation" / "results.json").read_bytes() == own
+    printed = console.file.getvalue()
+    assert printed.count("Acceptance on held-out prompts, K = 4") == 2
+    assert f"{done['sets']['sums']['acceptance_length']:.2f}" in printed
+
+
+def test_a_head_that_reads_other_layers_is_refused_with_the_way_out(done: dict, recipe: Path) -> None:
+    folder, other = copy_of(recipe, "layered"), recipe.parent / "layered"
+    with Run.open(recipe, ["name=layered"]) as run:
+        head = load_head(folder / "training" / "best")
+        head.config = replace(head.config, aux_layers=(0, 2, 4))
+        export_head(head, other, target=run.facts, dtype="float32")
+        with pytest.raises(
+            PeagleError, match=r"reads the layers \[0,2,4\]; expected \[1, 2, 3\].*aux_layers"
+        ):
+            evaluate_other(run, other, Console(quiet=True))
+        (other / "export.json").unlink()
+        config = json.loads((other / "config.json").read_text())
+        del config["num_aux_hidden_states"]
+        (other / "config.json").write_text(json.dumps(config))
+        with pytest.raises(PeagleError, match=r"bring it in first: peagle import .* --target"):
+            evaluate_other(run, other, Console(quiet=True))
+    assert not list(folder.glob("evaluation-*"))
+
+
+def test_training_goes_on_from_the_runs_own_head(done: dict, recipe: Path) -> None:
+    folder = copy_of(recipe, "warm")
+    given = ["name=warm", f"head.start_from={recipe.parent / 'runs' / 'twin' / 'head'}", "train.steps=6"]
+    with Run.open(recipe, given) as run:
+        result = run_stage(run, "train", Console(quiet=True))
+        assert not result.skipped
+        assert run_stage(run, "train", Console(quiet=True)).skipped
+    start = json.loads((folder / "training" / "log.jsonl").read_text().splitlines()[0])
+    best = json.loads((recipe.parent / "runs" / "twin" / "training" / "best" / "score.json").read_text())
+    assert (start["step"], start["validation"]) == (0, best["validation"])
+    with pytest.raises(RecipeError, match=r"head.layers: found 2; expected 1 as in .*write head.layers=1"):
+        Run.open(recipe, [*given, "head.layers=2"])

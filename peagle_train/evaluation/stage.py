@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,14 +27,18 @@ from rich.progress import (
 
 from peagle_train.errors import PeagleError
 from peagle_train.evaluation.loop import NEAR_TIE, first_difference, gap_after, speculate
+from peagle_train.export.checks import HeadFault, check_head
+from peagle_train.export.contract import CONFIG_FILE, RECORD_FILE
 from peagle_train.export.layout import read_head
-from peagle_train.files import write_json
+from peagle_train.files import sha256_of, write_json
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
 from peagle_train.head.model import DrafterHead
+from peagle_train.recipe.schema import Recipe
 from peagle_train.run import Run
-from peagle_train.stages import StageResult, begin, finished, require, seal
+from peagle_train.stages import FOLDERS, StageResult, begin, finished, require, seal
 from peagle_train.store.documents import Documents
 from peagle_train.store.states import StateStore
+from peagle_train.summary import RESULTS, print_acceptance, read_results
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
 
@@ -61,19 +66,74 @@ def evaluate(run: Run, console: Console) -> StageResult:
         return done
     begin(directory, parts, console)
     start = time.monotonic()
-    target = Target.load(
-        obtain(recipe.target, console),
-        dtype=recipe.target.dtype,
-        device=recipe.target.device,
-        trust_remote_code=recipe.target.trust_remote_code,
-    )
+    target = _target(run, console)
     head = read_head(run.head_dir, shared_embeddings=target.embedding_table().cpu())
-    head = head.to(device=target.device, dtype=target.dtype).eval()
     store = StateStore(run.states_dir, expected=parts["extract"])
-    documents = Documents(store, recipe.evaluate.k)
+    sets = measure(head, target, store, recipe, console)
+    write_json(directory / RESULTS, {"k": recipe.evaluate.k, "near_tie": NEAR_TIE, "sets": sets})
+    return seal(directory, parts, time.monotonic() - start, _lengths(sets, recipe.evaluate.k))
 
+
+def evaluate_head(run: Run, head_dir: Path, console: Console) -> StageResult:
+    """Measures any head directory on the states of a run; the run's own head and results stay as they are.
+
+    Reads states/ and the head, writes evaluation-NAME-SHA/results.json in the run's folder.
+
+    Raises:
+        HeadFault: the directory is not a sound head for the run's target.
+        PeagleError: the states are missing or stale, or they are of other layers than the head's.
+    """
+    recipe = run.recipe
+    extract = require(run, "extract")
+    try:
+        report = check_head(head_dir, run.facts)
+    except HeadFault as error:
+        if not (head_dir / CONFIG_FILE).is_file() or (head_dir / RECORD_FILE).is_file():
+            raise
+        cure = f"peagle import {head_dir} --target {run.source} --out DIR"
+        raise PeagleError(
+            f"{error}\nIf another program wrote this head, bring it in first: {cure}"
+        ) from error
+    store = StateStore(run.states_dir, expected=extract)
+    if list(report.config.aux_layers) != store.aux_layers:
+        layers = ",".join(map(str, report.config.aux_layers))
+        raise PeagleError(
+            f"{head_dir}: reads the layers [{layers}]; expected {store.aux_layers}, whose states "
+            f"{run.states_dir} holds; for those of this head add `head.aux_layers=[{layers}] name=ANOTHER` "
+            "to peagle prepare, extract and evaluate"
+        )
+    parts: dict[str, Any] = {
+        "stage": "evaluate",
+        "format": FORMAT,
+        "extract": extract,
+        "weights_sha256": report.weights_sha256,
+        "config_sha256": sha256_of(head_dir / CONFIG_FILE),
+        "evaluate": recipe.evaluate.model_dump(mode="json"),
+    }
+    name = f"{FOLDERS['evaluate']}-{head_dir.resolve().name}-{report.weights_sha256[:8]}"
+    directory = run.directory / name
+    done = finished(directory, parts, console)
+    if done is not None:
+        print_acceptance(read_results(directory / RESULTS), recipe.evaluate.k, console)
+        return done
+    begin(directory, parts, console)
+    start = time.monotonic()
+    target = _target(run, console)
+    head = read_head(head_dir, shared_embeddings=target.embedding_table().cpu())
+    sets = measure(head, target, store, recipe, console)
+    write_json(directory / RESULTS, {"k": recipe.evaluate.k, "near_tie": NEAR_TIE, "sets": sets})
+    print_acceptance(read_results(directory / RESULTS), recipe.evaluate.k, console)
+    message = f"{directory}: {_lengths(sets, recipe.evaluate.k)}"
+    return seal(directory, parts, time.monotonic() - start, message)
+
+
+def measure(
+    head: DrafterHead, target: Target, store: StateStore, recipe: Recipe, console: Console
+) -> dict[str, Any]:
+    """Offline and loop figures of a head by held-out set, as results.json keeps them."""
+    head = head.to(device=target.device, dtype=target.dtype).eval()
+    documents = Documents(store, recipe.evaluate.k)
     sets: dict[str, Any] = {}
-    lengths = []
     with _progress(console) as progress:
         for name in recipe.data.heldout:
             rows = [info.row for info in store.info(name)]
@@ -96,14 +156,22 @@ def evaluate(run: Run, console: Console) -> StageResult:
                 "offline": {**_numbers(offline), "prompts": len(rows), "tokens": tokens},
                 "loop": loop.to_dict(),
             }
-            lengths.append(f"{name} {offline.acceptance_length:.3f}")
-    write_json(directory / "results.json", {"k": recipe.evaluate.k, "near_tie": NEAR_TIE, "sets": sets})
-    return seal(
-        directory,
-        parts,
-        time.monotonic() - start,
-        f"acceptance length at K = {recipe.evaluate.k}: {', '.join(lengths)}",
+    return sets
+
+
+def _target(run: Run, console: Console) -> Target:
+    section = run.recipe.target
+    return Target.load(
+        obtain(section, console),
+        dtype=section.dtype,
+        device=section.device,
+        trust_remote_code=section.trust_remote_code,
     )
+
+
+def _lengths(sets: dict[str, Any], k: int) -> str:
+    lengths = [f"{name} {figures['offline']['acceptance_length']:.3f}" for name, figures in sets.items()]
+    return f"acceptance length at K = {k}: {', '.join(lengths)}"
 
 
 @dataclass

@@ -115,7 +115,7 @@ def check_head(
         plain, found = speculators.unwrap(raw)
         faults += [f"{CONFIG_FILE}: {line}" for line in found]
 
-    facts = _target_facts(target, record or {})
+    facts = target_numbers(target, record or {})
     trained = _section(record or {}, "head")
     method = _method(plain, trained, directory)
     config, dtype, found = check_config(plain, method=method, facts=facts, trained=trained, wrapped=wrapped)
@@ -184,7 +184,7 @@ def _section(record: dict[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _target_facts(target: TargetFacts | None, record: dict[str, Any]) -> dict[str, Any]:
+def target_numbers(target: TargetFacts | None, record: dict[str, Any]) -> dict[str, Any]:
     """The numbers a head must fit: the given target's, else those of export.json, wrong types dropped."""
     names: dict[str, type] = dict.fromkeys(
         ("num_layers", "hidden_size", "vocab_size", "max_position_embeddings"), int

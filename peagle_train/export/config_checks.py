@@ -169,8 +169,9 @@ def _check_mask_token(config: dict[str, Any], method: Method, faults: list[str])
     values = [config.get(key) for key in MASK_KEYS]
     mask: Any = values[0]
     if any(type(value) is not int or value != mask for value in values):
+        found = "missing" if values == [None] * len(values) else brief(values)
         wanted = "the mask token's id, twice the same"
-        faults.append(fault(" and ".join(MASK_KEYS), brief(values), wanted))
+        faults.append(fault(" and ".join(MASK_KEYS), found, wanted))
         return False
     vocabulary = config.get("vocab_size")
     if mask < 0 or (type(vocabulary) is int and mask >= vocabulary):

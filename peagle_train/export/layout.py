@@ -142,10 +142,20 @@ def _load(directory: Path, config: HeadConfig, shared_embeddings: Tensor | None)
                 f"{list(wanted)}, {given}; pass shared_embeddings"
             )
         tensors[EMBEDDINGS] = shared_embeddings.detach().clone()
-    if config.method == "peagle":
-        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
+    return build_head(config, tensors)
+
+
+def build_head(config: HeadConfig, tensors: dict[str, Tensor]) -> DrafterHead:
+    """The head that a sound config and its tensors make, in their dtype.
+
+    A table that it shares with its target may be left out: random numbers stand in its place then, good
+    enough to export the head, which leaves the table out again, but not to draft with it.
+    """
     head = DrafterHead(config)
-    head.load_state_dict(tensors, assign=True)
+    state = {EMBEDDINGS: head.embed_tokens.weight.detach(), **tensors}
+    if config.method == "peagle":
+        state["mask_hidden"] = state["mask_hidden"].reshape(1, 1, -1)
+    head.load_state_dict(state, assign=True)
     head.embed_tokens.weight.requires_grad_(config.own_embeddings)
     return head
 

@@ -19,6 +19,7 @@ from peagle_train.export.layout import export_head
 from peagle_train.export.serving import serve_command
 from peagle_train.files import read_json, remove_leftovers
 from peagle_train.head.io import DESCRIPTION, load_head
+from peagle_train.recipe.schema import TargetSection
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, finished, require, seal
 from peagle_train.target.source import obtain
@@ -82,9 +83,14 @@ def export(run: Run, console: Console) -> StageResult:
 
 def target_reference(run: Run, console: Console) -> str:
     """How vLLM is told the target: a Hub id as it stands, anything local as an absolute folder."""
-    model = run.recipe.target.model
+    return reference_of(run.recipe.target, console)
+
+
+def reference_of(section: TargetSection, console: Console) -> str:
+    """The same for the target of any recipe."""
+    model = section.model
     if model.startswith("package:") or Path(model).expanduser().is_dir():
-        return str(obtain(run.recipe.target, console).resolve())
+        return str(obtain(section, console).resolve())
     return model
 
 

@@ -68,6 +68,21 @@ def check_tensors(
     return config, parameters, faults
 
 
+def held_faults(tensors: dict[str, torch.Tensor], config: HeadConfig, facts: dict[str, Any]) -> list[str]:
+    """The same checks of tensors that are in memory under our names, whatever file they came from."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    faults = _name_and_shape_faults(config, shapes)
+    faults += _embedding_faults(config, None, facts)
+    for name, tensor in tensors.items():
+        if name != "d2t":
+            faults += _value_faults(name, tensor)
+        elif tensor.dtype != torch.int64:
+            faults.append(fault(_where(name), f"dtype {tensor.dtype}", "torch.int64, offsets"))
+        else:
+            faults += _map_faults(tensor, config)
+    return faults
+
+
 def tensor_names(directory: Path) -> set[str]:
     """Names in model.safetensors; none if it cannot be read (`check_tensors` says why)."""
     try:
@@ -95,7 +110,10 @@ def _name_and_shape_faults(config: HeadConfig, shapes: dict[str, tuple[int, ...]
     expected = tensor_shapes(config)
     faults = []
     for name in sorted(expected.keys() - shapes.keys()):
-        wanted = f"shape {list(expected[name])}: vLLM loads without it and drafts garbage"
+        without = "loads without it and drafts garbage"
+        if name == "lm_head.weight" and not config.reduced_vocabulary:
+            without = "would take the target's in its place, and no one trained with that"
+        wanted = f"shape {list(expected[name])}: vLLM {without}"
         faults.append(fault(_where(name), "missing", wanted))
     for name in sorted(shapes.keys() - expected.keys()):
         if name == "d2t":

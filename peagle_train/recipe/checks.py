@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peagle_train.errors import RecipeError
+from peagle_train.errors import PeagleError, RecipeError
 from peagle_train.recipe.load import Places
 from peagle_train.recipe.schema import HeadSection, Recipe
 from peagle_train.target.facts import KVLayer
@@ -80,12 +81,14 @@ def _faults(recipe: Recipe, facts: TargetFacts) -> Iterator[tuple[str, str]]:
             f"found {longest}; expected at least the {facts.max_position_embeddings} of {model}, because the "
             "server drafts up to the target's full context; leave it out to take the target's",
         )
-    if head.initialise == "target" and head.layers > facts.num_layers:
+    if head.initialise == "target" and head.start_from is None and head.layers > facts.num_layers:
         yield (
             "head.layers",
             f"found {head.layers}; expected at most the {facts.num_layers} of {model}, whose last layers the "
             "head starts from; use fewer, or `initialise: random`",
         )
+    if head.start_from is not None:
+        yield from _start_faults(recipe, facts, head.start_from)
     hidden = head.hidden_size or facts.hidden_size
     if head.embeddings == "shared" and hidden != facts.hidden_size:
         yield (
@@ -142,3 +145,23 @@ def _faults(recipe: Recipe, facts: TargetFacts) -> Iterator[tuple[str, str]]:
             f"found {data.max_prompt_tokens} prompt + {data.max_new_tokens} new tokens = {tokens}; expected "
             f"at most {facts.max_position_embeddings}, the context of {model}; lower one of the two",
         )
+
+
+def _start_faults(recipe: Recipe, facts: TargetFacts, start_from: str) -> Iterator[tuple[str, str]]:
+    """In what the head that training shall go on from differs from the one the recipe describes."""
+    from peagle_train.training.start import head_config
+    from peagle_train.training.warm_start import differences, recorded_config
+
+    head = recipe.head
+    try:
+        recorded = recorded_config(Path(start_from))
+        # A token named by its text is known only with the tokenizer, when training starts.
+        named = head.mask_token if isinstance(head.mask_token, int) else recorded.mask_token_id or 0
+        mask = named if recipe.method == "peagle" else None
+        wanted = head_config(recipe, facts, mask, head.draft_vocab_size or facts.vocab_size)
+    except PeagleError as error:
+        yield "head.start_from", str(error)
+    except ValueError:
+        return  # the RoPE or the windows are faulty: that is told elsewhere
+    else:
+        yield from differences(recorded, wanted, Path(start_from))

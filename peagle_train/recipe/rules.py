@@ -147,6 +147,15 @@ def _windows_have_layers(view: View) -> Iterator[Broken]:
         )
 
 
+def _one_start(view: View) -> Iterator[Broken]:
+    if view.get("head.start_from") is not None and view.get("head.initialise") != "target":
+        yield (
+            "head.initialise",
+            f"found {view.get('head.initialise')} beside head.start_from, whose weights it would throw away; "
+            "expected one of the two; leave the other out",
+        )
+
+
 def _states_hold_the_targets_range(view: View) -> Iterator[Broken]:
     if view.get("states.dtype") == "float16" and view.get("target.dtype") == "bfloat16":
         yield (
@@ -196,6 +205,7 @@ _RULES: tuple[Callable[[View], Iterator[Broken]], ...] = (
     _drafts_fit_what_was_trained,
     _warmup_ends,
     _windows_have_layers,
+    _one_start,
     _states_hold_the_targets_range,
     _heldout_names_are_free,
     _unseen_prompts_stay_unseen,

@@ -196,8 +196,14 @@ class HeadSection(Section):
         default="own",
         description="own: a trained copy of the target's table; shared: the target's, not exported",
     )
+    rms_norm_eps: Positive | None = Field(default=None, description="epsilon of the head's norms")
     initialise: Literal["target", "random"] = Field(
         default="target", description="where the first weights come from"
+    )
+    start_from: Text | None = Field(
+        default=None,
+        description="folder of a head (of `peagle export` or `peagle import`) that training goes on from, in "
+        "place of initialise; this section must describe it, and its draft vocabulary is kept",
     )
 
     @field_validator("aux_layers")

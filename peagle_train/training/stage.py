@@ -30,6 +30,7 @@ from peagle_train.training.loop import Loop, TrainingSet
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.start import make_start
 from peagle_train.training.tracking import require_trackers, trackers
+from peagle_train.training.warm_start import start_parts
 
 T = TypeVar("T")
 FORMAT = "peagle-training-1"
@@ -54,6 +55,7 @@ def train(run: Run, console: Console) -> StageResult:
         "processes": accelerator.num_processes,
         "head": recipe.head.model_dump(mode="json"),
         "train": recipe.train.model_dump(mode="json", exclude={"log_every", "checkpoint_every"}),
+        **start_parts(recipe.head),
     }
     done = _on_main(accelerator, lambda: finished(directory, parts, console))
     if done is not None:

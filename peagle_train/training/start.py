@@ -19,8 +19,10 @@ from peagle_train.recipe.checks import head_rope
 from peagle_train.recipe.schema import Recipe
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
+from peagle_train.target.facts import TargetFacts
 from peagle_train.target.mask_token import resolve_mask_token
 from peagle_train.tensors import load_tensors, save_tensors
+from peagle_train.training.warm_start import read_start, refuse_another
 
 LEAST_COVERAGE = 0.9
 """Below this share of draftable validation tokens the user is warned."""
@@ -47,9 +49,11 @@ def make_start(
     counts, mean_aux = _survey(store, rows, target.facts.vocab_size)
     section = recipe.head
     mask_token_id = _mask_token_id(section.mask_token, target, store)
+    if section.start_from is not None:
+        return _going_on(recipe, target, store, mask_token_id, Path(section.start_from), console)
     token_ids = _draft_tokens(recipe, target, counts, mask_token_id, directory, console)
     _report_coverage(store, token_ids, target.facts.vocab_size, console)
-    head = DrafterHead(head_config(recipe, target, mask_token_id, token_ids))
+    head = DrafterHead(head_config(recipe, target.facts, mask_token_id, token_ids.shape[0]))
     if head.config.reduced_vocabulary:
         head.set_draft_tokens(token_ids)
 
@@ -88,11 +92,29 @@ def _mask_token_id(spec: int | str | None, target: Target, store: StateStore) ->
     return resolve_mask_token(spec, target.tokenizer, target.facts.vocab_size, used, target.end_token_ids)
 
 
+def _going_on(
+    recipe: Recipe,
+    target: Target,
+    store: StateStore,
+    mask_token_id: int | None,
+    directory: Path,
+    console: Console,
+) -> Start:
+    """A head of a directory, with its own draft vocabulary, instead of a fresh one."""
+    head = read_start(directory, target.embedding_table())
+    size = recipe.head.draft_vocab_size or target.facts.vocab_size
+    refuse_another(head_config(recipe, target.facts, mask_token_id, size), head.config, directory)
+    console.print(f"going on from the head in {directory}", markup=False, highlight=False)
+    token_ids = head.draft_token_ids
+    _report_coverage(store, token_ids, target.facts.vocab_size, console)
+    return Start(head, target.output_head(token_ids))
+
+
 def head_config(
-    recipe: Recipe, target: Target, mask_token_id: int | None, draft_token_ids: Tensor
+    recipe: Recipe, facts: TargetFacts, mask_token_id: int | None, draft_vocab_size: int
 ) -> HeadConfig:
     """The head's sizes: the recipe's where it names them, else the target's."""
-    section, facts = recipe.head, target.facts
+    section = recipe.head
     return HeadConfig(
         hidden_size=section.hidden_size or facts.hidden_size,
         intermediate_size=section.intermediate_size or facts.intermediate_size,
@@ -101,11 +123,11 @@ def head_config(
         num_key_value_heads=section.num_key_value_heads or facts.num_key_value_heads,
         head_dim=section.head_dim or facts.head_dim,
         vocab_size=facts.vocab_size,
-        draft_vocab_size=draft_token_ids.shape[0],
+        draft_vocab_size=draft_vocab_size,
         target_hidden_size=facts.hidden_size,
         aux_layers=tuple(section.aux_layers),
         mask_token_id=mask_token_id,
-        rms_norm_eps=facts.rms_norm_eps,
+        rms_norm_eps=section.rms_norm_eps or facts.rms_norm_eps,
         rope=head_rope(section, facts),
         max_position_embeddings=section.max_position_embeddings or facts.max_position_embeddings,
         own_embeddings=section.embeddings == "own",
