@@ -13,12 +13,10 @@ from rich.text import Text
 
 from peagle_train.delivery.card import DEFAULT_K
 from peagle_train.errors import PeagleError
-from peagle_train.export.checks import HeadFault, HeadReport
-from peagle_train.export.contract import CONFIG_FILE
-from peagle_train.export.faults import OWN_TARGET, fault
+from peagle_train.export.checks import HeadReport
 from peagle_train.export.layout import export_head
-from peagle_train.export.serving import serving_flags
-from peagle_train.export.stage import print_report, reference_of, serve_command
+from peagle_train.export.serving import serve_command
+from peagle_train.export.stage import print_report, reference_of
 from peagle_train.foreign.findings import Change
 from peagle_train.foreign.read import ForeignHead, read_foreign
 from peagle_train.foreign.source import head_folder, target_of
@@ -58,12 +56,6 @@ def import_head(
     facts = describe(section)
     folder = head_folder(source, revision)
     foreign = read_foreign(folder, facts, aux_layers=aux_layers)
-    try:
-        flags = serving_flags(foreign.head.config, facts)
-    except ValueError as error:
-        wanted = "a head that vLLM can serve beside this target"
-        told = fault(f"{CONFIG_FILE}: layer_types", str(error), wanted, OWN_TARGET)
-        raise HeadFault(source, [told]) from error
     drafts = k or foreign.k
     if format == "speculators" and drafts is None:
         raise PeagleError(
@@ -83,13 +75,15 @@ def import_head(
         extra=_provenance(foreign, source, revision, drafts),
     )
     _print_changes(foreign.changes, source, console)
-    serve = serve_command(out, reference, served, report.format, method=report.config.method)
-    print_report(report, " ".join([serve, *flags]), console)
+    method, flags = report.config.method, report.flags
+    print_report(
+        report, serve_command(out, reference, served, report.format, method=method, flags=flags), console
+    )
     if drafts is None:
         _say(console, f"(the head recommends no number of tokens to draft; {served} is the command's)")
     _say(console, "\nGo on training from it with this in a recipe:")
-    method = {} if report.config.method == "peagle" else {"method": report.config.method}
-    _say(console, dump({**method, "head": head_section(report.config, facts, str(out))}))
+    kind = {} if method == "peagle" else {"method": method}
+    _say(console, dump({**kind, "head": head_section(report.config, facts, str(out))}))
     measured = target if recipe else "RECIPE"
     _say(console, f"Measure it: {shlex.join(['peagle', 'evaluate', measured, '--head', str(out)])}")
     _say(console, f"Next: {shlex.join(['peagle', 'push', str(out), 's3://BUCKET/PREFIX'])}")

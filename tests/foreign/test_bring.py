@@ -180,7 +180,7 @@ def test_windows_that_vllm_cannot_serve_together_are_refused(
     export_head(head, Path("made"), target=target)
     kinds = (KVLayer(7, 2, 8), KVLayer(None, 2, 8)) * 2
     monkeypatch.setattr(bring_module, "describe", lambda section: replace(target, kv_layers=kinds))
-    with pytest.raises(HeadFault, match=r"config\.json: layer_types: windows of 7 and 9"):
+    with pytest.raises(HeadFault, match=r"config\.json: sliding_window: windows of 7 and 9"):
         bring("made", "ours")
     assert not Path("ours").exists()
 
