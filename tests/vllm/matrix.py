@@ -116,7 +116,7 @@ LAYOUTS = [
     ),
     Layout("narrower than the target", layers=2, head={"hidden_size": 96}),
     Layout("wider than the target", target="qwen3", layers=2, head={**QWEN3, "hidden_size": 160}),
-    Layout("linear rope", layers=2, head={"rope": Rope(30_000.0, "linear", factor=4.0)}),
+    Layout("linear rope", layers=2, steps=200, head={"rope": Rope(30_000.0, "linear", factor=4.0)}),
     Layout("llama3 rope", layers=2, head={"rope": LLAMA3}),
     Layout("yarn rope", target="gpt_oss", layers=2, aux=(2, 10, 17), head={"rope": YARN}),
     Layout("yarn rope, qwen3 drafter", target="qwen3", format="speculators", head={**QWEN3, "rope": YARN}),
@@ -154,7 +154,7 @@ LAYOUTS = [
     ),
     # The real model, its chat template, answers that end early.
     Layout(
-        "SmolLM2", SMOLLM2, aux=(2, 15, 27), draft_vocab_size=4096, own=False, steps=40, initialise="target"
+        "SmolLM2", SMOLLM2, aux=(2, 15, 27), draft_vocab_size=4096, own=False, steps=80, initialise="target"
     ),
     Layout(
         "SmolLM2, four layers",
@@ -162,7 +162,7 @@ LAYOUTS = [
         aux=(2, 15, 27),
         layers=4,
         format="speculators",
-        steps=10,
+        steps=24,
         initialise="target",
     ),
     # The sequential baseline: one pass per drafted token, each fed with the state of the one before.
