@@ -28,10 +28,11 @@ from rich.progress import (
 from peagle_train.errors import PeagleError
 from peagle_train.evaluation.loop import NEAR_TIE, first_difference, gap_after, speculate
 from peagle_train.export.checks import HeadFault, check_head
-from peagle_train.export.contract import CONFIG_FILE, RECORD_FILE
+from peagle_train.export.contract import CONFIG_FILE
 from peagle_train.export.layout import read_head
 from peagle_train.files import sha256_of, write_json
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
+from peagle_train.head.io import RECORD_FILE
 from peagle_train.head.model import DrafterHead
 from peagle_train.recipe.schema import Recipe
 from peagle_train.run import Run

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 from peagle_train.errors import FaultsError
 from peagle_train.export import speculators
 from peagle_train.export.config_checks import check_config
-from peagle_train.export.contract import CONFIG_FILE, OPTIONS, RECORD_FILE, WEIGHTS_FILE, method_of
+from peagle_train.export.contract import CONFIG_FILE, OPTIONS, WEIGHTS_FILE, method_of
 from peagle_train.export.faults import AGAIN, brief, fault
 from peagle_train.export.serving import serving_flags
 from peagle_train.export.tensor_checks import check_tensors, tensor_names
 from peagle_train.files import sha256_of
 from peagle_train.head.config import HeadConfig, Method
+from peagle_train.head.io import RECORD_FILE
 from peagle_train.target.facts import KVLayer
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from peagle_train.head.rope import Rope
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-RECORD_FILE = "export.json"
 EMBEDDINGS = "embed_tokens.weight"
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 

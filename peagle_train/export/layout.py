@@ -29,7 +29,6 @@ from peagle_train.export.contract import (
     CONFIG_FILE,
     DTYPES,
     EMBEDDINGS,
-    RECORD_FILE,
     WEIGHTS_FILE,
     plain_config,
     tensor_shapes,
@@ -37,6 +36,7 @@ from peagle_train.export.contract import (
 from peagle_train.export.faults import fault
 from peagle_train.files import atomic_directory, sha256_of, write_json
 from peagle_train.head.config import HeadConfig
+from peagle_train.head.io import RECORD_FILE
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.session import DraftSession
 

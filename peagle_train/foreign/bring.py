@@ -20,9 +20,9 @@ from peagle_train.export.stage import print_report, reference_of
 from peagle_train.foreign.findings import Change
 from peagle_train.foreign.read import ForeignHead, read_foreign
 from peagle_train.foreign.source import head_folder, target_of
+from peagle_train.recipe.head import head_section
 from peagle_train.recipe.yaml_text import dump
 from peagle_train.target.source import describe
-from peagle_train.training.warm_start import head_section
 
 
 def import_head(

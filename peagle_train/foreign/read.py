@@ -13,7 +13,7 @@ from torch import Tensor
 
 from peagle_train.export.checks import HeadFault, check_head, target_numbers
 from peagle_train.export.config_checks import check_config
-from peagle_train.export.contract import CONFIG_FILE, DTYPES, EMBEDDINGS, RECORD_FILE, WEIGHTS_FILE
+from peagle_train.export.contract import CONFIG_FILE, DTYPES, EMBEDDINGS, WEIGHTS_FILE
 from peagle_train.export.faults import AGAIN, OWN_TARGET, fault
 from peagle_train.export.layout import build_head
 from peagle_train.export.speculators import is_wrapped
@@ -23,6 +23,7 @@ from peagle_train.foreign.config import normalise_config, refuse_quantised, spec
 from peagle_train.foreign.findings import FETCH_AGAIN, Change, Findings
 from peagle_train.foreign.tensors import common_dtype, read_tensors, settle_vocabulary, weights_files
 from peagle_train.head.config import HeadConfig
+from peagle_train.head.io import RECORD_FILE
 from peagle_train.head.model import DrafterHead
 from peagle_train.target.facts import TargetFacts
 

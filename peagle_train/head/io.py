@@ -9,13 +9,15 @@ from pathlib import Path
 
 import torch
 
-from peagle_train.errors import CorruptError
+from peagle_train.errors import CorruptError, PeagleError
 from peagle_train.files import read_json, sha256_of, write_json
 from peagle_train.head.config import HeadConfig
 from peagle_train.head.model import DrafterHead
 from peagle_train.tensors import load_tensors, save_tensors
 
 WEIGHTS, DESCRIPTION = "head.safetensors", "head.json"
+RECORD_FILE = "export.json"
+"""Beside every head we exported or imported: its config, its target, where it came from."""
 
 
 def save_head(directory: Path, head: DrafterHead) -> None:
@@ -44,3 +46,21 @@ def load_head(directory: Path, dtype: torch.dtype | None = None) -> DrafterHead:
     head = DrafterHead(HeadConfig.from_dict(record["config"]))
     head.load_state_dict(load_tensors(weights))
     return head if dtype is None else head.to(dtype)
+
+
+def recorded_config(directory: Path) -> HeadConfig:
+    """The config that export.json records; of a head that we did not write there is none."""
+    path = directory / RECORD_FILE
+    if not path.is_file():
+        raise PeagleError(
+            f"{directory}: found no {RECORD_FILE}; expected a head that `peagle export` or "
+            f"`peagle import` wrote; for a head of another maker: peagle import {directory} --target RECIPE "
+            "--out DIR"
+        )
+    try:
+        return HeadConfig.from_dict(read_json(path)["head"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise PeagleError(
+            f"{path}: found no config of a head ({error}); expected the record of "
+            "`peagle export`; export or import the head again"
+        ) from error

@@ -8,30 +8,12 @@ from typing import TYPE_CHECKING
 
 from peagle_train.errors import PeagleError, RecipeError
 from peagle_train.recipe.load import Places
-from peagle_train.recipe.schema import HeadSection, Recipe
+from peagle_train.recipe.schema import Recipe
 from peagle_train.target.facts import KVLayer
 from peagle_train.target.kv_groups import needs_flag
 
 if TYPE_CHECKING:
-    from peagle_train.head.rope import Rope
     from peagle_train.target.source import TargetFacts
-
-
-def head_rope(head: HeadSection, facts: TargetFacts) -> Rope:
-    """The RoPE that a recipe asks for; what it leaves out is the target's.
-
-    Raises ValueError for a kind, or keys of it, that no drafter has.
-    """
-    from peagle_train.head.rope import Rope
-
-    asked = head.rope.model_dump(exclude_none=True)
-    theta = asked.pop("rope_theta", facts.rope_theta)
-    if asked["rope_type"] == "target":
-        extra = [key for key in asked if key != "rope_type"]
-        if extra:
-            raise ValueError(f"{', '.join(extra)} beside rope_type target, which takes all from the target")
-        asked = dict(facts.rope_scaling or {})
-    return Rope.from_parameters(theta, asked)
 
 
 def check_against_target(
@@ -96,6 +78,8 @@ def _faults(recipe: Recipe, facts: TargetFacts) -> Iterator[tuple[str, str]]:
             f"found {hidden}; expected {facts.hidden_size}, the width of the table of {model} that the head "
             "shares; write `embeddings: own`, or leave hidden_size out",
         )
+    from peagle_train.recipe.head import head_rope  # here, because it imports torch
+
     try:
         rope = head_rope(head, facts)
     except ValueError as error:
@@ -149,8 +133,8 @@ def _faults(recipe: Recipe, facts: TargetFacts) -> Iterator[tuple[str, str]]:
 
 def _start_faults(recipe: Recipe, facts: TargetFacts, start_from: str) -> Iterator[tuple[str, str]]:
     """In what the head that training shall go on from differs from the one the recipe describes."""
-    from peagle_train.training.start import head_config
-    from peagle_train.training.warm_start import differences, recorded_config
+    from peagle_train.head.io import recorded_config
+    from peagle_train.recipe.head import differences, head_config
 
     head = recipe.head
     try:

@@ -11,15 +11,13 @@ from torch import Tensor, nn
 
 from peagle_train.errors import PeagleError
 from peagle_train.files import atomic_file
-from peagle_train.head.config import HeadConfig
 from peagle_train.head.initialise import initialise_from_target, initialise_randomly
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.vocabulary import choose_draft_vocabulary, count_supervised
-from peagle_train.recipe.checks import head_rope
+from peagle_train.recipe.head import head_config
 from peagle_train.recipe.schema import Recipe
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
-from peagle_train.target.facts import TargetFacts
 from peagle_train.target.mask_token import resolve_mask_token
 from peagle_train.tensors import load_tensors, save_tensors
 from peagle_train.training.warm_start import read_start, refuse_another
@@ -108,39 +106,6 @@ def _going_on(
     token_ids = head.draft_token_ids
     _report_coverage(store, token_ids, target.facts.vocab_size, console)
     return Start(head, target.output_head(token_ids))
-
-
-def head_config(
-    recipe: Recipe, facts: TargetFacts, mask_token_id: int | None, draft_vocab_size: int
-) -> HeadConfig:
-    """The head's sizes: the recipe's where it names them, else the target's."""
-    section = recipe.head
-    return HeadConfig(
-        hidden_size=section.hidden_size or facts.hidden_size,
-        intermediate_size=section.intermediate_size or facts.intermediate_size,
-        num_layers=section.layers,
-        num_attention_heads=section.num_attention_heads or facts.num_attention_heads,
-        num_key_value_heads=section.num_key_value_heads or facts.num_key_value_heads,
-        head_dim=section.head_dim or facts.head_dim,
-        vocab_size=facts.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        target_hidden_size=facts.hidden_size,
-        aux_layers=tuple(section.aux_layers),
-        mask_token_id=mask_token_id,
-        rms_norm_eps=section.rms_norm_eps or facts.rms_norm_eps,
-        rope=head_rope(section, facts),
-        max_position_embeddings=section.max_position_embeddings or facts.max_position_embeddings,
-        own_embeddings=section.embeddings == "own",
-        drafter=section.drafter,
-        norm_before_residual=section.norm_before_residual,
-        norm_before_fc=section.norm_before_fc,
-        fc_norm=section.fc_norm,
-        norm_output=section.norm_output,
-        attention_bias=section.attention_bias,
-        layer_types=tuple(section.layer_types or ()) if section.sliding_window else (),
-        sliding_window=section.sliding_window,
-        method=recipe.method,
-    )
 
 
 def _survey(store: StateStore, rows: list[int], vocab_size: int) -> tuple[Tensor, Tensor]:

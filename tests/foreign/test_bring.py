@@ -146,8 +146,8 @@ def test_the_printed_section_describes_the_head(target: TargetFacts) -> None:
     """Pasted into a recipe it gives a head of exactly this config, whatever its options are."""
     from types import SimpleNamespace
 
+    from peagle_train.recipe.head import head_config
     from peagle_train.recipe.schema import HeadSection
-    from peagle_train.training.start import head_config
 
     shapes: list[dict[str, Any]] = [
         {},

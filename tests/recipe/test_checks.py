@@ -10,7 +10,7 @@ import pytest
 from peagle_train.errors import RecipeError
 from peagle_train.head.rope import Rope
 from peagle_train.recipe import check_against_target, read_recipe
-from peagle_train.recipe.checks import head_rope
+from peagle_train.recipe.head import head_rope
 from peagle_train.recipe.schema import HeadSection
 from peagle_train.target.facts import KVLayer, TargetFacts
 from tests.recipe.test_load import GOOD
