@@ -9,15 +9,15 @@ it was not trained on, and a draft one token too early or too late is a wrong on
 An answer has 11 tokens: the first from the target's prefill, then two rounds of K = 4 drafts and the
 target's own token. So the longest acceptance length possible is 5, and the very first slot counts for half.
 
-The faults are planted behind the exporter's back, in a finished directory; that the checks refuse such
-directories is shown in tests/export/test_checks.py.
+Four of the faults are planted in a finished directory. Our checks refuse each of them, vLLM none: what it
+costs is seen there alone. The fifth, training with an unshifted mask, leaves no trace but lost acceptance.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_prep.answer import Answer, answer
+from peagle_train.export.checks import HeadFault, check_head
 from peagle_train.export.contract import AUX_KEY, CONFIG_FILE, EMBEDDINGS, WEIGHTS_FILE
 from peagle_train.export.layout import export_head
 from peagle_train.head import alignment
@@ -188,60 +189,25 @@ def export(head: DrafterHead, subject: Subject, directory: Path) -> None:
 # --- The faults
 
 
-@dataclass(frozen=True)
-class Broken:
-    """A copy of a sound head's directory, open for damage."""
-
-    directory: Path
-    subject: Subject
-
-    def edit_config(self, change: Callable[[dict[str, Any]], object]) -> None:
-        path = self.directory / CONFIG_FILE
-        config = json.loads(path.read_text())
-        change(config)
-        path.write_text(json.dumps(config))
-
-    def edit_tensors(self, change: Callable[[dict[str, Tensor]], object]) -> None:
-        path = self.directory / WEIGHTS_FILE
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path, metadata={"format": "pt"})
-
-
-def aux_ids_off_by_one(broken: Broken) -> None:
-    shifted = [layer + 1 for layer in AUX_LAYERS]
-
-    def change(config: dict[str, Any]) -> None:
-        config[AUX_KEY] = config["eagle_config"][AUX_KEY] = shifted
-
-    broken.edit_config(change)
-
-
-def untrained_embeddings(broken: Broken) -> None:
-    table = broken.subject.target.embedding_table().clone()
-    broken.edit_tensors(lambda tensors: tensors.update({EMBEDDINGS: table}))
-
-
-def d2t_lost(broken: Broken) -> None:
-    broken.edit_tensors(lambda tensors: tensors.pop("d2t"))
-
-
-def wrong_rope(broken: Broken) -> None:
-    broken.edit_config(lambda config: config.pop("rope_theta"))
-
-
 UNSHIFTED = "unshifted mask"
-DAMAGES: dict[str, Callable[[Broken], None]] = {
-    "aux ids off by one": aux_ids_off_by_one,
-    "untrained embeddings": untrained_embeddings,
-    "d2t lost": d2t_lost,
-    "wrong rope": wrong_rope,
-}
-FAULTS = (UNSHIFTED, *DAMAGES)
+AUX, EMBEDDED, D2T, ROPE = "aux ids off by one", "untrained embeddings", "d2t lost", "wrong rope"
+FAULTS = (UNSHIFTED, AUX, EMBEDDED, D2T, ROPE)
 
 
-def train_unshifted(subject: Subject, directory: Path) -> DrafterHead:
-    """Trained as if the loss mask were one of slots: slot i counts where x[i] was generated, not x[i+1]."""
+def plant(fault: str, sound: Path, directory: Path, subject: Subject) -> None:
+    """Puts a broken head into `directory`: a damaged copy of the sound one, or one trained wrongly."""
+    if fault == UNSHIFTED:
+        head = _train_unshifted(subject, directory.with_name(f"{directory.name}, training"))
+        export(head, subject, directory)  # nothing on the disk shows it
+        return
+    shutil.copytree(sound, directory)
+    _damage(fault, directory, subject.target)
+    with pytest.raises(HeadFault):
+        check_head(directory, subject.target.facts)
+
+
+def _train_unshifted(subject: Subject, directory: Path) -> DrafterHead:
+    """Trained as if the mask were one of slots: slot i carries loss where x[i] was generated, not x[i+1]."""
     shifted = alignment.turn_ends
 
     def by_slot(loss_mask: Tensor) -> Tensor:
@@ -252,12 +218,20 @@ def train_unshifted(subject: Subject, directory: Path) -> DrafterHead:
         return train(subject, directory)
 
 
-def plant(fault: str, sound: Path, directory: Path, subject: Subject) -> None:
-    """Puts a broken head into `directory`: a damaged copy of the sound one, or one trained wrongly."""
-    if fault == UNSHIFTED:
-        export(
-            train_unshifted(subject, directory.with_name(f"{directory.name} training")), subject, directory
-        )
+def _damage(fault: str, directory: Path, target: Target) -> None:
+    """Edits one file of a finished head behind the exporter's back."""
+    file = directory / (CONFIG_FILE if fault in (AUX, ROPE) else WEIGHTS_FILE)
+    if file.name == CONFIG_FILE:
+        config = json.loads(file.read_text())
+        if fault == AUX:
+            config[AUX_KEY] = config["eagle_config"][AUX_KEY] = [layer + 1 for layer in AUX_LAYERS]
+        else:
+            del config["rope_theta"]
+        file.write_text(json.dumps(config))
     else:
-        shutil.copytree(sound, directory)
-        DAMAGES[fault](Broken(directory, subject))
+        tensors = load_file(file)
+        if fault == D2T:
+            del tensors["d2t"]
+        else:
+            tensors[EMBEDDINGS] = target.embedding_table().clone()
+        save_file(tensors, file, metadata={"format": "pt"})
