@@ -81,7 +81,6 @@ class Subject:
     """
 
     name: str
-    folder: Path
     target: Target
     prompts: list[list[int]]
     answers: list[list[int]]
@@ -105,7 +104,6 @@ def make_subject(name: str, room: Path) -> Subject:
     assert len(found) == ROWS, f"{name}: only {len(found)} prompts have answers fit for the gate"
     return Subject(
         name,
-        folder,
         target,
         [made.token_ids[: made.prompt_length] for made in found],
         [made.token_ids[made.prompt_length :] for made in found],
