@@ -93,7 +93,6 @@ def cases(
     wanted = {item.callspec.params["case"] for item in request.session.items if "case" in _parameters(item)}
     cases: dict[str, Case] = {}
     with started(vllm_python, RUNNER, room) as process:
-        assert process.stdin is not None
         grounds: dict[str, Ground] = {}
         for seed, layout in enumerate(LAYOUTS):
             for trained in (False, True):
@@ -107,16 +106,10 @@ def cases(
                 for spec in specs:
                     case = cases[spec.name] = Case(spec, ground, head, Acceptance(spec.k), {})
                     job = _export(case, room / spec.name.replace(" ", "_"))
-                    process.stdin.write(json.dumps(job).encode() + b"\n")
-                    process.stdin.flush()
+                    submit(process, job)
                     _count(case)
-        process.stdin.close()
-        code = process.wait()
-    if code != 0:
-        log = (room / LOG).read_text()
-        pytest.fail(f"the vLLM process ended with {code}:\n{log[-4000:]}", pytrace=False)
-    for result in json.loads((room / RESULTS).read_text()):
-        cases[result["name"]].result = result
+        for name, result in collect(process, room).items():
+            cases[name].result = result
     return cases
 
 
@@ -190,18 +183,42 @@ def _export(case: Case, directory: Path) -> dict[str, Any]:
         target_reference=str(ground.folder),
         speculative_tokens=spec.k,
     )
-    longest = max(len(prompt) for prompt in ground.prompts) + ground.max_tokens
+    return make_job(
+        spec.name,
+        directory,
+        case.head,
+        ground.target,
+        k=spec.k,
+        prompts=ground.prompts,
+        max_tokens=ground.max_tokens,
+        format=spec.layout.format,
+    )
+
+
+def make_job(
+    name: str,
+    directory: Path,
+    head: DrafterHead,
+    target: Target,
+    *,
+    k: int,
+    prompts: list[list[int]],
+    max_tokens: int,
+    format: str = "plain",
+) -> dict[str, Any]:
+    """A job for vllm_runner.py: `head` as it lies in `directory`, beside its target."""
     return {
-        "name": spec.name,
-        "target": str(ground.folder),
+        "name": name,
+        "target": target.facts.model,
         "head": str(directory),
-        "format": spec.layout.format,
-        "k": spec.k,
-        "parallel": case.head.config.method == "peagle",
-        "prompts": ground.prompts,
-        "max_tokens": ground.max_tokens,
-        "max_model_len": longest + 32,  # near its end vLLM stops drafting for the whole batch: stay away
-        "one_kv_group": bool(serving_flags(case.head.config, ground.target.facts.kv_layers)),
+        "format": format,
+        "k": k,
+        "parallel": head.config.method == "peagle",
+        "prompts": prompts,
+        "max_tokens": max_tokens,
+        # Near its end vLLM stops drafting for the whole batch: stay away.
+        "max_model_len": max(len(prompt) for prompt in prompts) + max_tokens + 32,
+        "one_kv_group": bool(serving_flags(head.config, target.facts.kv_layers)),
     }
 
 
@@ -231,3 +248,21 @@ def started(python: Path, script: Path, room: Path) -> Iterator[subprocess.Popen
         finally:
             process.kill()  # does nothing to one that ended
             process.wait()
+
+
+def submit(process: subprocess.Popen[bytes], job: dict[str, Any]) -> None:
+    """Hands one job to vllm_runner.py."""
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(job).encode() + b"\n")
+    process.stdin.flush()
+
+
+def collect(process: subprocess.Popen[bytes], room: Path) -> dict[str, dict[str, Any]]:
+    """Ends the stream of jobs and waits: results of vllm_runner.py by name. Fails with vLLM's own words."""
+    assert process.stdin is not None
+    process.stdin.close()
+    code = process.wait()
+    if code != 0:
+        log = (room / LOG).read_text()
+        pytest.fail(f"the vLLM process ended with {code}:\n{log[-4000:]}", pytrace=False)
+    return {result["name"]: result for result in json.loads((room / RESULTS).read_text())}

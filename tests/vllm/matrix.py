@@ -154,7 +154,7 @@ LAYOUTS = [
     ),
     # The real model, its chat template, answers that end early.
     Layout(
-        "SmolLM2", SMOLLM2, aux=(2, 15, 27), draft_vocab_size=4096, own=False, steps=80, initialise="target"
+        "SmolLM2", SMOLLM2, aux=(2, 15, 27), draft_vocab_size=4096, own=False, steps=120, initialise="target"
     ),
     Layout(
         "SmolLM2, four layers",

@@ -16,12 +16,14 @@ from peagle_train.head.rope import Rope
 from peagle_train.target.adapter import Target
 from tests import twins
 from tests.foreign import publish
-from tests.vllm.conftest import RESULTS, RUNNER, started
+from tests.vllm.conftest import RUNNER, collect, make_job, started, submit
 from tests.vllm.heads import make_head
 
 pytestmark = pytest.mark.vllm
 
 K = 4
+_GENERATOR = torch.Generator().manual_seed(2)
+PROMPTS = [torch.randint(5, 250, (n,), generator=_GENERATOR).tolist() for n in (5, 12, 20)]
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 80}
 # How it was published: the writer, what the head is, and what vLLM is told beside its directory.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -62,11 +64,21 @@ def results(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
             str(theirs), ours, target=str(folder), aux_layers=aux, console=Console(file=io.StringIO())
         )
         for owner, directory, format in (("theirs", theirs, how["format"]), ("ours", ours, "plain")):
-            jobs.append(_job(f"{name}-{owner}", folder, directory, format, head.config.method == "peagle"))
+            job = make_job(
+                f"{name}-{owner}",
+                directory,
+                head,
+                target,
+                k=K,
+                prompts=PROMPTS,
+                max_tokens=16,
+                format=format,
+            )
+            jobs.append(job)
     with started(vllm_python, RUNNER, room) as process:
-        process.communicate(b"".join(json.dumps(job).encode() + b"\n" for job in jobs))
-    assert process.returncode == 0, (room / "vllm.log").read_text()[-4000:]
-    return {result["name"]: result for result in json.loads((room / RESULTS).read_text())}
+        for job in jobs:
+            submit(process, job)
+        return collect(process, room)
 
 
 def _name_target(directory: Path, folder: Path) -> None:
@@ -74,23 +86,6 @@ def _name_target(directory: Path, folder: Path) -> None:
     config["speculators_config"]["verifier"]["name_or_path"] = str(folder)
     config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = K
     (directory / "config.json").write_text(json.dumps(config))
-
-
-def _job(name: str, folder: Path, directory: Path, format: str, parallel: bool) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(5, 250, (n,), generator=generator).tolist() for n in (5, 12, 20)]
-    return {
-        "name": name,
-        "target": str(folder),
-        "head": str(directory),
-        "format": format,
-        "k": K,
-        "parallel": parallel,
-        "prompts": prompts,
-        "max_tokens": 16,
-        "max_model_len": 96,
-        "one_kv_group": False,
-    }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
