@@ -114,8 +114,8 @@ def _faults(recipe: Recipe, facts: TargetFacts) -> Iterator[tuple[str, str]]:
     except ValueError as error:
         yield (
             "head.sliding_window",
-            f"found {error}; expected a head that vLLM can serve; give it the target's window, or full "
-            "layers",
+            f"found {error}; expected a head that vLLM serves as it is trained; change head.layer_types and "
+            "head.sliding_window, to the target's window if it has one",
         )
     if head_dim % 2:
         yield (

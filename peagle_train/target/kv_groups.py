@@ -59,9 +59,16 @@ def needs_flag(head: Sequence[KVLayer], target: Sequence[KVLayer]) -> bool:
     """Whether serving a head with these layers beside a target with those needs `FLAG`.
 
     Raises:
-        ValueError: vLLM cannot serve it beside this target with the flag either.
+        ValueError: vLLM cannot serve it beside this target with the flag either, or gives it other windows.
     """
     layers = [*target, *head]
+    everywhere = {layer.window for layer in target}
+    if len(everywhere) == 1 and None not in everywhere and any(layer.window is None for layer in head):
+        # engine/arg_utils.py: such a target's window becomes the default of every layer without its own.
+        raise ValueError(
+            f"full layers beside a target whose every layer has a window of {everywhere.pop()}: vLLM gives "
+            "them that window too"
+        )
     if groups_of_head(target, head) == 1:
         return False
     if not one_group_works(layers):

@@ -49,6 +49,12 @@ def test_two_windows_cannot_share_a_group() -> None:
         needs_flag([KVLayer(64, 8, 64), FULL], oss)
 
 
+def test_a_target_of_windows_alone_gives_its_window_to_full_layers() -> None:
+    with pytest.raises(ValueError, match="full layers beside a target whose every layer has a window of 128"):
+        needs_flag([FULL] * 2, [SLIDING] * 8)
+    assert not needs_flag([SLIDING] * 2, [SLIDING] * 8)
+
+
 def test_layers_are_read_from_head_and_target(tmp_path) -> None:
     head = small_head(layers=2, layer_types=("full_attention", "sliding_attention"), sliding_window=16).config
     assert kv_layers(head) == (KVLayer(None, 2, 8), KVLayer(16, 2, 8))
