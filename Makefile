@@ -13,6 +13,8 @@ PYTHON ?= python3
 TORCH ?= auto
 VLLM_PYTHON ?= .venv-vllm/bin/python
 BIN := .venv/bin
+# One test process a core, file by file: each keeps to one thread.
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
 export PYTHON TORCH VLLM_PYTHON
 
@@ -28,7 +30,7 @@ train: .venv/.installed ## run recipes/MODEL.yaml from prompts to a proven head
 	$(BIN)/peagle run recipes/$(MODEL).yaml $(ARGS)
 
 test: .venv/.installed ## all tests but the slow ones and those that need a vLLM
-	$(BIN)/python -m pytest -m "not slow and not vllm"
+	$(BIN)/python -m pytest -m "not slow and not vllm" $(PARALLEL)
 
 test-vllm: .venv/.installed $(filter .venv-vllm/%,$(VLLM_PYTHON:bin/python=.installed)) ## prove heads against a real vLLM
 	$(BIN)/python -m pytest tests/vllm -m "vllm and not slow"

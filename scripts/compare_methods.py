@@ -9,8 +9,8 @@ Three trainings a seed:
     eagle3, equal data         the same number of steps on the same rows
     eagle3, equal CPU          as many steps as cost what peagle's training cost
 
-CPU-seconds are those of the whole training stage, all threads, validation included; they are measured, not
-trusted: the table shows both. Acceptance says what a draft is worth; what it costs to make is another matter:
+CPU-seconds are those of the whole training stage on one thread (threads that wait for each other would count
+as work), validation included; they are measured, not trusted: the table shows both. Acceptance says what a draft is worth; what it costs to make is another matter:
 peagle's K tokens take one pass of the head, eagle3's take K.
 
 The result stands in OUTPUT/compare.json; what is finished is not done again.
@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from peagle_train import Run
@@ -35,6 +36,7 @@ PROBE_STEPS = (20, 60)
 
 def main() -> None:
     options = _options()
+    torch.set_num_threads(1)
     console = Console()
     output = Path(options.output)
     base = _overrides(options, "data", 0, [])
