@@ -10,8 +10,9 @@ Three trainings a seed:
     eagle3, equal CPU          as many steps as cost what peagle's training cost
 
 CPU-seconds are those of the whole training stage on one thread (threads that wait for each other would count
-as work), validation included; they are measured, not trusted: the table shows both. Acceptance says what a draft is worth; what it costs to make is another matter:
-peagle's K tokens take one pass of the head, eagle3's take K.
+as work), validation included; they are measured, not trusted: the table shows both. Acceptance says what a
+draft is worth; what it costs to make is another matter: peagle's K tokens take one pass of the head, eagle3's
+take K.
 
 The result stands in OUTPUT/compare.json; what is finished is not done again.
 """
