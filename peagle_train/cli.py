@@ -35,7 +35,10 @@ class _Verbs(typer.core.TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains
             raise typer.Exit(0) from None
         except OSError as error:  # a full disk, a folder that cannot be written, a file that was taken away
-            _complain(f"peagle: {error}; make room or mend the permissions, and run the same command again")
+            cure = "make room or mend the permissions, and run the same command again"
+            if isinstance(error, NotADirectoryError | FileExistsError):
+                cure = "a file stands where a folder is needed; move it away, or name another place"
+            _complain(f"peagle: {error}; {cure}")
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             _complain("peagle: stopped; the same command goes on from the last finished piece")
@@ -177,8 +180,8 @@ def export(
 
     wanted = load_recipe(recipe, chosen).export.format  # refuses a faulty --format before any work
 
-    def copy(run: Any, console: Console) -> None:
-        export_copy(run, out, wanted, console)
+    def copy(run: Any, console: Console) -> str:
+        return export_copy(run, out, wanted, console)
 
     _stage("export", recipe, overrides, copy)
 
@@ -394,15 +397,14 @@ def _open(recipe: str, overrides: list[str] | None) -> Any:
 
 
 def _stage(name: str, recipe: str, overrides: list[str] | None, afterwards: Any = None) -> None:
-    """Runs one stage, then `afterwards(run, console)`, and names the next command."""
+    """Runs one stage, then `afterwards(run, console)`; names the next command, that of `afterwards` first."""
     from peagle_train.pipeline import next_command, run_stage
 
     console = Console()
     with _open(recipe, overrides) as run:
         result = run_stage(run, name, console)
-        if afterwards is not None:
-            afterwards(run, console)
-        _next(result.next_command or next_command(run, name), console)
+        then = afterwards(run, console) if afterwards is not None else None
+        _next(then or result.next_command or next_command(run, name), console)
 
 
 def _next(command: str, console: Console) -> None:

@@ -9,6 +9,7 @@ The table names each stage's function as text, so that `peagle --help` imports n
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ STAGES = (
     Stage("extract", "data_prep.extract:extract", ("prepare",)),
     Stage("train", "peagle_train.training.stage:train", ("extract",)),
     Stage("export", "peagle_train.export.stage:export", ("train",)),
-    Stage("evaluate", "peagle_train.evaluation.stage:evaluate", ("extract", "export")),
+    Stage("evaluate", "peagle_train.evaluation.stage:evaluate", ("extract", "train", "export")),
 )
 
 
@@ -99,8 +100,10 @@ def finish(run: Run, results: dict[str, StageResult], console: Console) -> dict[
     return summary
 
 
-def export_copy(run: Run, directory: Path, format: str, console: Console) -> None:
+def export_copy(run: Run, directory: Path, format: str, console: Console) -> str:
     """Writes the run's head once more, to `directory` in `format`, and proves it; head/ stays as it is.
+
+    Prints how to serve it, and returns the command that measures it.
 
     Target, K and provenance are those that the run's own export recorded.
 
@@ -112,20 +115,26 @@ def export_copy(run: Run, directory: Path, format: str, console: Console) -> Non
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise PeagleError(f"{directory}: found something there; expected no such path or an empty folder")
     from peagle_train.export.layout import export_head
+    from peagle_train.export.serving import serve_command
+    from peagle_train.export.stage import print_report
     from peagle_train.head.io import load_head
 
-    record = read_json(run.head_dir / "export.json")
-    export_head(
+    record, k = read_json(run.head_dir / "export.json"), run.recipe.evaluate.k
+    reference = record["target"]["reference"]
+    report = export_head(
         load_head(run.training_dir / "best"),
         directory,
         target=run.facts,
         dtype=run.recipe.export.dtype,
         format=format,
-        target_reference=record["target"]["reference"],
-        speculative_tokens=run.recipe.evaluate.k,
+        target_reference=reference,
+        speculative_tokens=k,
         extra=record["provenance"],
     )
+    method, flags = report.config.method, report.flags
+    print_report(report, serve_command(directory, reference, k, format, method=method, flags=flags), console)
     _say(console, f"export: wrote {directory} ({format}); {run.head_dir} is unchanged")
+    return f"{run.command_for('evaluate')} --head {shlex.quote(str(directory))}"
 
 
 def evaluate_other(run: Run, head_dir: Path, console: Console) -> StageResult:

@@ -15,11 +15,13 @@ it. Two rules make the record useful to others than its writer:
     (`{"states.dtype": "float32"}`);
   - a fingerprint of an earlier stage carries that stage's name (`{"prepare": "0f3c..."}`).
 
-Same fingerprint and finished: the stage is skipped. Same and unfinished (killed): it resumes. Another:
-the old folder is set aside under a name of its own, never deleted, and the keys that differ are named.
+Same fingerprint and finished: the stage is skipped. Same and unfinished (killed): it resumes. Another: when
+the work begins the old folder is set aside under a name of its own, never deleted, and the keys that differ
+are named; when its inputs are asked for again, it is taken back.
 
     found = finished(folder, parts, console)      # a StageResult to return, or None: work to do
-    begin(folder, parts)                          # marks the folder as unfinished
+    ...                                           # whatever can be wrong with the inputs, told now
+    begin(folder, parts)                          # sets others aside, marks the folder as unfinished
     ...                                           # the work, each unit written atomically
     return seal(folder, parts, seconds, "saved 320 rows")
 """
@@ -112,9 +114,13 @@ def read_record(directory: Path) -> StageRecord | None:
 def finished(directory: Path, parts: Mapping[str, Any], console: Console | None = None) -> StageResult | None:
     """The result to return if `directory` was already made from exactly `parts`, else None.
 
-    A folder made from other parts is set aside, and the console (left out: standard output) told why.
+    Of an earlier folder that was set aside and fits these parts the name is given back, and the console (left
+    out: standard output) told. A folder of other parts stays where it is until `begin`: what a stage finds
+    wrong with its inputs in between must not cost the user the output of the right ones.
     """
-    record = _settle(directory, parts, console or rich.get_console())
+    record = _fitting(directory, parts)
+    if record is None:
+        record = _taken_back(directory, parts, console or rich.get_console())
     if record is None or record.finished is None:
         return None
     return StageResult(
@@ -124,6 +130,11 @@ def finished(directory: Path, parts: Mapping[str, Any], console: Console | None 
         message=f"{directory}: already made from the same inputs "
         f"({record.fingerprint[:8]}, {record.finished})",
     )
+
+
+def make_room(directory: Path, parts: Mapping[str, Any], console: Console | None = None) -> None:
+    """Sets a folder aside that does not belong to `parts`, for a stage whose folder appears whole."""
+    _settle(directory, parts, console or rich.get_console())
 
 
 def begin(directory: Path, parts: Mapping[str, Any], console: Console | None = None) -> bool:
@@ -199,6 +210,30 @@ def require(run: Run, stage: str) -> str:
             "make it anew (the old folder is kept)"
         )
     return record.fingerprint
+
+
+def _fitting(directory: Path, parts: Mapping[str, Any]) -> StageRecord | None:
+    """The record of a folder that belongs to `parts` and lacks nothing."""
+    record = read_record(directory) if directory.is_dir() else None
+    if record is None or record.fingerprint != fingerprint(parts) or _harmed(directory, record):
+        return None
+    return record
+
+
+def _taken_back(directory: Path, parts: Mapping[str, Any], console: Console) -> StageRecord | None:
+    """The record of a finished folder of these parts that had been set aside; it is put back in its place."""
+    for aside in sorted(directory.parent.glob(f"{directory.name}.old-{fingerprint(parts)[:8]}*")):
+        try:
+            record = _fitting(aside, parts)
+        except CorruptError:
+            continue  # an old folder that nobody asked for
+        if record is not None and record.finished is not None:
+            _settle(directory, parts, console)
+            aside.rename(directory)
+            message = f"{directory}: {aside.name} was made from these inputs and is taken back"
+            console.print(message, style="yellow", markup=False, highlight=False)
+            return record
+    return None
 
 
 def _settle(directory: Path, parts: Mapping[str, Any], console: Console) -> StageRecord | None:

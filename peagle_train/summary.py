@@ -82,7 +82,7 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
         times.add_row(
             name, f"{stage['seconds']:,.1f}", "skipped: nothing was left to do" if stage["skipped"] else ""
         )
-    times.add_row("all", f"{summary['seconds']:,.1f}", "")
+    times.add_row("all, skipped ones too", f"{summary['seconds']:,.1f}", "")
     console.print(times)
     for text in (f"Head:  {summary['head']}", "Serve it with:", f"  {summary['serve']}"):
         console.print(text, markup=False, highlight=False, soft_wrap=True)

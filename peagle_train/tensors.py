@@ -11,10 +11,10 @@ from torch import Tensor
 from peagle_train.errors import CorruptError, PeagleError
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Writes tensors to `path`. Raises PeagleError if they cannot be written, on a full disk for example."""
     try:
-        save_file(tensors, str(path))
+        save_file(tensors, str(path), metadata=metadata)
     except (SafetensorError, OSError) as error:
         size = sum(t.numel() * t.element_size() for t in tensors.values())
         raise PeagleError(

@@ -69,7 +69,9 @@ def _options() -> argparse.Namespace:
 
 
 def _overrides(options: argparse.Namespace, name: str, seed: int, more: list[str]) -> list[str]:
-    return [f"output={options.output}", f"name={name}", f"seed={seed}", *more]
+    # The loop would count the same acceptance on a few prompts once more.
+    fixed = [f"output={options.output}", f"name={name}", f"seed={seed}", "evaluate.loop_prompts=0"]
+    return [*fixed, *more]
 
 
 def _train(

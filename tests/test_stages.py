@@ -13,7 +13,7 @@ from peagle_train.errors import CorruptError, PeagleError, StaleError
 from peagle_train.files import fingerprint, read_json
 from peagle_train.recipe import Recipe, load_recipe
 from peagle_train.run import Run
-from peagle_train.stages import FOLDERS, StageResult, begin, finished, read_record, require, seal
+from peagle_train.stages import FOLDERS, StageResult, begin, finished, make_room, read_record, require, seal
 from tests.recipe.test_load import GOOD
 
 PARTS = {
@@ -94,7 +94,9 @@ def test_other_inputs_set_the_folder_aside_and_name_the_keys(
     changed = other(data={"train": {"count": 64}, "workers": 2}, target="ef01")
     del changed["format"]
     assert finished(folder, changed, console) is None
-    assert not folder.exists()
+    assert (folder / "rows").exists()  # until the new inputs are known to be sound
+    begin(folder, changed, console)
+    assert not (folder / "rows").exists()
     aside = tmp_path / f"answers.old-{fingerprint(PARTS)[:8]}"
     assert (aside / "rows").read_text() == "precious"
     said = console.export_text()
@@ -123,10 +125,29 @@ def test_folders_set_aside_never_replace_each_other(tmp_path: Path, console: Con
     for number in range(3):
         begin(folder, PARTS, console)
         (folder / "number").write_text(str(number))
-        assert finished(folder, other(target="ef01"), console) is None
+        make_room(folder, other(target="ef01"), console)
     label = fingerprint(PARTS)[:8]
     kept = [tmp_path / f"answers.old-{label}{suffix}" for suffix in ("", "-2", "-3")]
     assert [(aside / "number").read_text() for aside in kept] == ["0", "1", "2"]
+
+
+def test_a_folder_set_aside_is_taken_back_when_its_inputs_return(tmp_path: Path, console: Console) -> None:
+    folder, changed = tmp_path / "answers", other(target="ef01")
+    for parts, text in ((PARTS, "first"), (changed, "second")):
+        begin(folder, parts, console)
+        (folder / "rows").write_text(text)
+        seal(folder, parts, 1.0)
+    found = finished(folder, PARTS, console)
+    assert found is not None and found.skipped
+    assert (folder / "rows").read_text() == "first"
+    assert "was made from these inputs and is taken back" in console.export_text(clear=False)
+    assert finished(folder, changed, console) is not None
+    assert (folder / "rows").read_text() == "second"
+    # What is not whole, or was never finished, is not taken back.
+    aside = tmp_path / f"answers.old-{fingerprint(PARTS)[:8]}"
+    (aside / "rows").unlink()
+    assert finished(folder, PARTS, console) is None
+    assert (folder / "rows").read_text() == "second"
 
 
 def test_a_folder_of_unknown_origin_is_set_aside(tmp_path: Path, console: Console) -> None:

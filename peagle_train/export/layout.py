@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from peagle_train.errors import PeagleError
@@ -39,6 +39,7 @@ from peagle_train.head.config import HeadConfig
 from peagle_train.head.io import RECORD_FILE
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.session import DraftSession
+from peagle_train.tensors import save_tensors
 
 if TYPE_CHECKING:
     from peagle_train.target.source import TargetFacts
@@ -91,7 +92,7 @@ def export_head(
         )
     with atomic_directory(directory) as temporary:
         write_json(temporary / CONFIG_FILE, config)
-        save_file(tensors, str(temporary / WEIGHTS_FILE), metadata={"format": "pt"})
+        save_tensors(temporary / WEIGHTS_FILE, tensors, {"format": "pt"})
         record = {
             "version": RECORD_VERSION,
             "writer": WRITER,

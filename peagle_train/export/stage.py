@@ -21,7 +21,7 @@ from peagle_train.files import read_json, remove_leftovers
 from peagle_train.head.io import DESCRIPTION, load_head
 from peagle_train.recipe.schema import TargetSection
 from peagle_train.run import Run
-from peagle_train.stages import StageResult, finished, require, seal
+from peagle_train.stages import StageResult, finished, make_room, require, seal
 from peagle_train.target.source import obtain
 
 FORMAT = "peagle-export-1"
@@ -55,6 +55,7 @@ def export(run: Run, console: Console) -> StageResult:
     if done is not None:
         return done
     start = time.monotonic()
+    make_room(directory, parts, console)
     remove_leftovers(run.directory)
     reference = target_reference(run, console)
     report = export_head(

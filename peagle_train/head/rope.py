@@ -70,6 +70,8 @@ class Rope:
                 raise ValueError(
                     f"rope_type {kind} does not know {key}; expected {', '.join(allowed) or 'none'}"
                 )
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ValueError("mscale and mscale_all_dim belong together: one alone changes nothing")
         for key, value in {"theta": self.theta, **given}.items():
             if key != "truncate" and not 0 < value < math.inf:
                 raise ValueError(f"{key} is {value}; expected a positive number")

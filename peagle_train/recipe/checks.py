@@ -39,10 +39,11 @@ def _faults(recipe: Recipe, facts: TargetFacts) -> Iterator[tuple[str, str]]:
     too_deep = [layer for layer in head.aux_layers if layer > facts.num_layers]
     if too_deep:
         depth = facts.num_layers
+        default = [2, depth // 2, depth - 3] if depth > 7 else None  # below, vLLM's own rule repeats layers
         yield (
             "head.aux_layers",
             f"found {', '.join(map(str, too_deep))}; expected at most {depth}, because {model} has {depth} "
-            f"decoder layers; vLLM's default for it is [2, {depth // 2}, {depth - 3}]",
+            "decoder layers" + (f"; vLLM's default for it is {default}" if default else ""),
         )
     if head.draft_vocab_size is not None and head.draft_vocab_size > facts.vocab_size:
         yield (

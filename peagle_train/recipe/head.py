@@ -6,6 +6,7 @@ recipe's own keys. Both directions stand here so that a new option is one line i
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -119,10 +120,13 @@ def differences(head: HeadConfig, wanted: HeadConfig, directory: Path) -> Iterat
     for name in (field.name for field in fields(HeadConfig)):
         if getattr(head, name) == getattr(wanted, name):
             continue
+        if name == "mask_token_id" and head.method != wanted.method:
+            continue  # follows from the method, which is told
         mine, theirs = _written(wanted, name), _written(head, name)
         if name in _KEYS:
             key = f"head.{_KEYS[name]}"
-            yield key, f"found {mine}; expected {theirs} as in {directory}; write {key}={_override(theirs)}"
+            override = shlex.quote(f"{key}={_override(theirs)}")
+            yield key, f"found {mine}; expected {theirs} as in {directory}; write {override}"
         else:
             yield (
                 "head.start_from",

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from peagle_train.errors import CorruptError, PeagleError, StaleError
 from peagle_train.files import atomic_file, read_json, sha256_of, write_json
+from peagle_train.tensors import save_tensors
 
 FORMAT = "peagle-states-1"
 INDEX = "index.json"
@@ -94,7 +94,7 @@ class StateWriter:
             tensors[f"{name}.last"] = row.last.to("cpu", DTYPES[self.dtype]).contiguous()
         sidecar.unlink(missing_ok=True)  # a batch written again must not stand beside an older checksum
         with atomic_file(shard) as temporary:
-            save_file(tensors, temporary)
+            save_tensors(temporary, tensors)
         entry = {
             "format": FORMAT,
             "fingerprint": self.fingerprint,

@@ -22,6 +22,7 @@ from rich.progress import Progress
 from peagle_train.errors import PeagleError
 from peagle_train.files import write_json, write_text
 from peagle_train.target.gguf_file import GGUFFile
+from peagle_train.tensors import save_tensors
 
 # Raise it whenever the folder's content would change: older folders are then converted again.
 CONVERTER_VERSION = 1
@@ -91,7 +92,6 @@ def convert(file: GGUFFile, folder: Path, progress: Progress) -> None:
     Raises PeagleError where the file holds a tensor that has no place in the model, or lacks one.
     """
     import torch
-    from safetensors.torch import save_file
     from transformers import LlamaConfig
 
     settings = read_settings(file)
@@ -107,7 +107,7 @@ def convert(file: GGUFFile, folder: Path, progress: Progress) -> None:
         weights[_name_in_transformers(file, name)] = torch.from_numpy(np.ascontiguousarray(values))
         progress.advance(task)
     _check_complete(file, weights, config)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(folder / "model.safetensors", weights, {"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors keeps files to their owner
     config.save_pretrained(folder)
     stop = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}

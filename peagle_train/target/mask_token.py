@@ -104,7 +104,7 @@ class _Table:
             text = self._tokenizer.convert_ids_to_tokens(token_id)
             return f"is id {token_id}, the ordinary token {text!r}, which any text may hold"
         if token_id in self._used:
-            return f"is id {token_id}, which occurs in the data"
+            return f"(id {token_id}) occurs in the data"
         return None
 
     def free_rows(self) -> list[int]:

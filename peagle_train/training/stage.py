@@ -25,10 +25,11 @@ from peagle_train.store.documents import Documents, trainable_rows
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
+from peagle_train.target.tokens import end_tokens_of
 from peagle_train.training.data import Stream
 from peagle_train.training.loop import Loop, TrainingSet
 from peagle_train.training.module import DraftTraining
-from peagle_train.training.start import make_start
+from peagle_train.training.start import make_start, mask_token_of
 from peagle_train.training.tracking import require_trackers, trackers
 from peagle_train.training.warm_start import start_parts
 
@@ -60,9 +61,8 @@ def train(run: Run, console: Console) -> StageResult:
     done = _on_main(accelerator, lambda: finished(directory, parts, console))
     if done is not None:
         return done
+    # All that can be wrong with the inputs is told before an earlier training is set aside.
     _on_main(accelerator, lambda: require_trackers(recipe.track))
-    _on_main(accelerator, lambda: _begin(directory, parts, console))
-
     start = time.monotonic()
     store = StateStore(run.states_dir, expected=states)
     rows, validation = trainable_rows(store, "train"), trainable_rows(store, "validation")
@@ -72,7 +72,10 @@ def train(run: Run, console: Console) -> StageResult:
             "chain (an answer of at least two tokens); expected at least one of each. Raise "
             "data.max_new_tokens or the counts under data."
         )
-    module = _build(run, store, rows, accelerator, console)
+    folder = _on_main(accelerator, lambda: obtain(recipe.target, console))
+    _on_main(accelerator, lambda: _check_mask_token(run, folder, store))
+    _on_main(accelerator, lambda: _begin(directory, parts, console))
+    module = _build(run, folder, store, rows, accelerator, console)
     with trackers(accelerator, recipe, directory, console) as tracking:
         loop = Loop(
             accelerator,
@@ -94,6 +97,15 @@ def train(run: Run, console: Console) -> StageResult:
         lambda: seal(directory, parts, time.monotonic() - start, message, run.command_for("export")),
     )
     return result
+
+
+def _check_mask_token(run: Run, folder: Path, store: StateStore) -> None:
+    from transformers import AutoTokenizer
+
+    trust = run.recipe.target.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    ends = end_tokens_of(folder, tokenizer, run.facts.model, trust_remote_code=trust)
+    mask_token_of(run.recipe, run.facts, tokenizer, ends, store)
 
 
 def _begin(directory: Path, parts: dict[str, Any], console: Console) -> None:
@@ -121,11 +133,10 @@ def make_accelerator(run: Run) -> Accelerator:
 
 
 def _build(
-    run: Run, store: StateStore, rows: list[int], accelerator: Accelerator, console: Console
+    run: Run, folder: Path, store: StateStore, rows: list[int], accelerator: Accelerator, console: Console
 ) -> DraftTraining:
     """The module to train. The target is loaded for its tables and let go: only output rows stay."""
     recipe = run.recipe
-    folder = _on_main(accelerator, lambda: obtain(recipe.target, console))
     target = Target.load(
         folder,
         dtype=recipe.target.dtype,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,6 +20,7 @@ from peagle_train.recipe.head import head_config
 from peagle_train.recipe.schema import Recipe
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
+from peagle_train.target.facts import TargetFacts
 from peagle_train.target.mask_token import resolve_mask_token
 from peagle_train.tensors import load_tensors, save_tensors
 from peagle_train.training.warm_start import read_start, refuse_another
@@ -46,11 +49,11 @@ def make_start(
     """
     counts, mean_aux = _survey(store, rows, target.facts.vocab_size)
     section = recipe.head
-    mask_token_id = _mask_token_id(section.mask_token, target, store)
+    mask_token_id = mask_token_of(recipe, target.facts, target.tokenizer, target.end_token_ids, store)
     if section.start_from is not None:
-        return _going_on(recipe, target, store, mask_token_id, Path(section.start_from), console)
+        return _going_on(recipe, target, store, counts, mask_token_id, Path(section.start_from), console)
     token_ids = _draft_tokens(recipe, target, counts, mask_token_id, directory, console)
-    _report_coverage(store, token_ids, target.facts.vocab_size, console)
+    _report_coverage(store, token_ids, target.facts.vocab_size, int((counts > 0).sum()), console)
     head = DrafterHead(head_config(recipe, target.facts, mask_token_id, token_ids.shape[0]))
     if head.config.reduced_vocabulary:
         head.set_draft_tokens(token_ids)
@@ -81,19 +84,24 @@ def make_start(
     return Start(head, target.output_head(token_ids))
 
 
-def _mask_token_id(spec: int | str | None, target: Target, store: StateStore) -> int | None:
-    """The id of the recipe's mask token; None for a method without one."""
-    if spec is None:
+def mask_token_of(
+    recipe: Recipe, facts: TargetFacts, tokenizer: Any, end_token_ids: Sequence[int], store: StateStore
+) -> int | None:
+    """The id of the recipe's mask token; None for a method without one.
+
+    No row of any set may hold it: held-out text is text a server will see. Raises PeagleError if one does.
+    """
+    if recipe.head.mask_token is None:
         return None
-    # No row of any set may hold it: held-out text is text a server will see.
     used = set(torch.cat([store.token_ids(info.row) for info in store.info()]).unique().tolist())
-    return resolve_mask_token(spec, target.tokenizer, target.facts.vocab_size, used, target.end_token_ids)
+    return resolve_mask_token(recipe.head.mask_token, tokenizer, facts.vocab_size, used, end_token_ids)
 
 
 def _going_on(
     recipe: Recipe,
     target: Target,
     store: StateStore,
+    counts: Tensor,
     mask_token_id: int | None,
     directory: Path,
     console: Console,
@@ -104,7 +112,7 @@ def _going_on(
     refuse_another(head_config(recipe, target.facts, mask_token_id, size), head.config, directory)
     console.print(f"going on from the head in {directory}", markup=False, highlight=False)
     token_ids = head.draft_token_ids
-    _report_coverage(store, token_ids, target.facts.vocab_size, console)
+    _report_coverage(store, token_ids, target.facts.vocab_size, int((counts > 0).sum()), console)
     return Start(head, target.output_head(token_ids))
 
 
@@ -121,17 +129,25 @@ def _survey(store: StateStore, rows: list[int], vocab_size: int) -> tuple[Tensor
     return counts, (total / tokens).float()
 
 
-def _report_coverage(store: StateStore, token_ids: Tensor, vocab_size: int, console: Console) -> None:
-    """Says how much of the validation answers, which did not choose the vocabulary, can be drafted."""
+def _report_coverage(
+    store: StateStore, token_ids: Tensor, vocab_size: int, seen: int, console: Console
+) -> None:
+    """Says how much of the validation answers, which did not choose the vocabulary, can be drafted.
+
+    seen: distinct tokens of the training answers; what they do not hold no size of vocabulary can choose.
+    """
     answers = [store.read(info.row) for info in store.info("validation")]
     counts = count_supervised(((a.token_ids, a.loss_mask) for a in answers), vocab_size)
     share = float(counts[token_ids].sum() / counts.sum())
     console.print(f"of the validation answers {100 * share:.1f} % of the tokens can be drafted")
     if share < LEAST_COVERAGE:
+        cure = f"raise head.draft_vocab_size (now {token_ids.shape[0]:,})"
+        if seen < token_ids.shape[0]:
+            cure = f"train on more data: its answers hold {seen:,} distinct tokens"
         console.print(
-            f"warning: every token that cannot be drafted ends a draft; raise head.draft_vocab_size "
-            f"(now {token_ids.shape[0]:,})",
+            f"warning: every token that cannot be drafted ends a draft; {cure}",
             style="yellow",
+            highlight=False,
         )
 
 

@@ -96,6 +96,15 @@ def test_yarn_reaches_as_far_as_the_server_has_a_table() -> None:
         ({"rope_type": "linear", "factor": 2.0, "beta_fast": 1.0}, "linear does not know beta_fast"),
         ({"rope_type": "linear", "factor": 0.5}, "factor is 0.5; expected at least 1"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor is nan; expected a positive number"),
+        (
+            {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+            },
+            "mscale and mscale_all_dim belong together",
+        ),
         ({"rope_type": "default", "partial_rotary_factor": 0.25}, "with partial_rotary_factor is not known"),
     ],
 )
