@@ -249,7 +249,7 @@ def test_a_killed_and_resumed_training_is_one_run_that_shows_the_log(
 
 def test_the_listener_hears_what_leaves(calls: list[bytes]) -> None:
     with pytest.raises(OSError):
-        urllib.request.urlopen("http://tracker.invalid/", timeout=10)
+        urllib.request.build_opener().open("http://tracker.invalid/", timeout=10)  # a global one may be older
     assert b"tracker.invalid" in calls.pop()
 
 
