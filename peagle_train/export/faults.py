@@ -31,7 +31,7 @@ def what_stands_at(path: Path) -> str:
         return f"a file of {path.stat().st_size:,} bytes"
     if path.exists():
         return "something that is neither a file nor a folder"
-    return "a link that leads nowhere" if path.is_symlink() else "nothing"
+    return "a link that leads nowhere" if path.is_symlink() else "no such folder"
 
 
 def under(section: dict[str, Any], key: str) -> str:

@@ -40,7 +40,7 @@ def head_folder(source: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(source, revision=revision, allow_patterns=_WANTED))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise PeagleError(
-            f"{source}: found {there} at this path; cannot be read as a folder or a Hub id. Check the name, "
+            f"{source}: found {there} here, and it cannot be read as a Hub id. Check the name, "
             f"the network, and for gated heads `hf auth login`. The Hub library says: {error}"
         ) from error
 

@@ -201,7 +201,9 @@ def test_what_stands_at_the_place_is_not_touched(target: TargetFacts) -> None:
 
 @pytest.mark.parametrize("source", ["nowhere", "./no/where", "a/b/c"])
 def test_a_head_that_is_nowhere(target: TargetFacts, source: str) -> None:
-    with pytest.raises(PeagleError, match=r"found nothing; expected the folder of a head, .* or a Hub id"):
+    with pytest.raises(
+        PeagleError, match=r"found no such folder; expected the folder of a head, .* or a Hub id"
+    ):
         bring(source, "ours")
 
 
@@ -219,7 +221,7 @@ def test_a_file_where_a_folder_belongs(target: TargetFacts) -> None:
 
 def test_a_hub_id_that_cannot_be_fetched_says_so(target: TargetFacts) -> None:
     with pytest.raises(
-        PeagleError, match="owner/head: found nothing at this path; cannot be read as a folder or a Hub id"
+        PeagleError, match="owner/head: found no such folder here, and it cannot be read as a Hub id"
     ):
         bring("owner/head", "ours")  # HF_HUB_OFFLINE is set for all tests
 
