@@ -16,7 +16,7 @@ from peagle_train.export.contract import (
     OPTIONS,
     head_config,
 )
-from peagle_train.export.faults import AGAIN, OWN_TARGET, brief, fault, under
+from peagle_train.export.faults import AGAIN, OWN_TARGET, REMOVE_KEY, brief, fault, under
 from peagle_train.head.config import SLIDING, HeadConfig, Method
 from peagle_train.head.rope import Rope
 
@@ -84,8 +84,13 @@ def _check_numbers(config: dict[str, Any], faults: list[str]) -> bool:
             good = type(value) is int and 1 <= value <= largest
             wanted = f"a whole number from 1 to {largest}"
         if not good:
-            faults.append(fault(key, under(config, key), f"{wanted}, which vLLM would guess", AGAIN))
+            faults.append(fault(key, under(config, key), wanted + _guessed(value), AGAIN))
     return len(faults) == before
+
+
+def _guessed(value: Any) -> str:
+    """vLLM guesses only what is not there."""
+    return ", which vLLM would guess" if value is None else ""
 
 
 def _positive(value: Any) -> bool:
@@ -112,18 +117,19 @@ def _check_options(config: dict[str, Any], faults: list[str]) -> bool:
     for key, expected in FIXED_OPTIONS.items():
         value = config.get(key)
         if value != expected or isinstance(value, bool) != isinstance(expected, bool):
-            wanted = f"{expected!r}, the only way this head was trained"
+            wanted = f"{expected!r}, the only one that heads here compute"
             faults.append(fault(key, under(config, key), wanted))
     sound = True
     for key in OPTIONS:
         if not isinstance(config.get(key), bool):
-            faults.append(fault(key, under(config, key), "true or false, since vLLM would assume one"))
+            wanted = "true or false" + (", since vLLM would assume one" if config.get(key) is None else "")
+            faults.append(fault(key, under(config, key), wanted))
             sound = False
     nested = config.get("eagle_config")
     key = "norm_before_fc"
     if isinstance(nested, dict) and nested.get(key, config.get(key)) != config.get(key):
         wanted = f"{under(config, key)} as at the top level: vLLM takes this one first"
-        faults.append(fault(f"eagle_config.{key}", under(nested, key), wanted, "remove the key"))
+        faults.append(fault(f"eagle_config.{key}", under(nested, key), wanted, REMOVE_KEY))
     return sound
 
 
@@ -147,7 +153,7 @@ def _check_aux_layers(config: dict[str, Any], facts: dict[str, Any], faults: lis
         faults.append(fault(key, under(config, key), wanted))
     key = "num_aux_layers"  # the Qwen3 drafter looks here first
     if config.get(key) not in (None, len(layers)):
-        faults.append(fault(key, under(config, key), f"none, or {len(layers)}", "remove the key"))
+        faults.append(fault(key, under(config, key), f"none, or {len(layers)}", REMOVE_KEY))
     section = config.get("eagle_config")
     inner = section if isinstance(section, dict) else {}
     if inner.get(AUX_KEY) != layers:
@@ -164,7 +170,7 @@ def _check_mask_token(config: dict[str, Any], method: Method, faults: list[str])
         for key in (*MASK_KEYS, *OTHER_MASK_KEYS):
             if config.get(key) is not None:
                 wanted = "none: an eagle3 head drafts one token after the other"
-                faults.append(fault(key, under(config, key), wanted, "remove the key"))
+                faults.append(fault(key, under(config, key), wanted, REMOVE_KEY))
         return True
     values = [config.get(key) for key in MASK_KEYS]
     mask: Any = values[0]
@@ -184,7 +190,7 @@ def _check_mask_token(config: dict[str, Any], method: Method, faults: list[str])
     for key, value in others.items():
         if value is not None and value != mask:
             wanted = f"none, or {mask} as in {MASK_KEYS[0]}: vLLM takes {key} first"
-            faults.append(fault(key, brief(value), wanted, "remove the key"))
+            faults.append(fault(key, brief(value), wanted, REMOVE_KEY))
     return True
 
 
@@ -192,7 +198,7 @@ def _check_rope(config: dict[str, Any], faults: list[str]) -> bool:
     """rope_theta and rope_scaling say what the head turns by; nothing else may say it differently."""
     theta, scaling = config.get("rope_theta"), config.get("rope_scaling")
     if not _positive(theta):
-        wanted = "a positive number, which vLLM would guess"
+        wanted = "a positive number" + _guessed(theta)
         faults.append(fault("rope_theta", under(config, "rope_theta"), wanted))
         return False
     assert isinstance(theta, (int, float))
@@ -210,7 +216,7 @@ def _check_rope(config: dict[str, Any], faults: list[str]) -> bool:
             same = False
         if not same:
             wanted = f"none, or the same as rope_theta {brief(theta)} and rope_scaling"
-            faults.append(fault("rope_parameters", brief(newer), wanted, "remove the key"))
+            faults.append(fault("rope_parameters", brief(newer), wanted, REMOVE_KEY))
     longest = config.get("max_position_embeddings")
     if type(longest) is int and longest > rope.reach:
         wanted = (
@@ -236,7 +242,7 @@ def _check_windows(config: dict[str, Any], faults: list[str]) -> bool:
         faults.append(fault("sliding_window", under(config, "sliding_window"), wanted))
     if not slides and window is not None:
         wanted = "none: no layer of layer_types slides"
-        faults.append(fault("sliding_window", under(config, "sliding_window"), wanted, "remove the key"))
+        faults.append(fault("sliding_window", under(config, "sliding_window"), wanted, REMOVE_KEY))
     key = "use_sliding_window"
     if slides and config.get("model_type") == "qwen3" and config.get(key) is not True:
         wanted = "true: without it transformers drops the window of a Qwen3 config"

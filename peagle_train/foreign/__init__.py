@@ -2,6 +2,7 @@
 
     source.py     a folder or a Hub id; the target it shall draft for
     config.py     config.json in every spelling vLLM knows -> the keys of `export/contract.py`
+    places.py     facts that stand in several places of a config.json: one value, or refused
     tensors.py    weights files in every spelling -> the tensors of `export/contract.py`
     read.py       both together, held against the target: a head, or all its faults   (start here)
     bring.py      `peagle import`: read, write, prove, and say how to go on

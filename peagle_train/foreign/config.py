@@ -20,6 +20,7 @@ from peagle_train.export.faults import brief, under
 from peagle_train.export.speculators import MODEL_CLASSES, is_wrapped
 from peagle_train.foreign.findings import Findings
 from peagle_train.foreign.keys import aux, mask_token, method_of, rope, windows
+from peagle_train.foreign.places import INNER, one_value
 from peagle_train.head.config import Drafter, Method
 from peagle_train.target.facts import TargetFacts
 
@@ -74,7 +75,8 @@ def normalise_config(
     aux(seen, plain, aux_layers, target, findings)
     method = method_of(seen, raw.get(_SPECULATORS) if wrapped else None, tensors, findings)
     if method == "peagle":
-        mask_token(seen, plain, findings)
+        mask_token(seen, plain, wrapped, findings)
+    one_value(raw, seen, plain, wrapped, findings)
     return plain, method
 
 
@@ -89,12 +91,14 @@ def speculative_tokens(raw: dict[str, Any]) -> int | None:
 
 def refuse_quantised(raw: dict[str, Any], findings: Findings) -> None:
     """Packed weights have other tensors altogether; nothing else need be said of such a head."""
-    for section in (raw, raw.get("transformer_layer_config")):
+    for place, section in (("", raw), (f"{INNER}.", raw.get(INNER))):
         if isinstance(section, dict):
             for key in ("quantization_config", "compression_config"):
                 if section.get(key):
                     wanted = "none: packed weights can neither be proven nor trained"
-                    findings.fault(key, "present", wanted, "fetch the head that was not quantised")
+                    findings.fault(
+                        f"{place}{key}", "present", wanted, "fetch the head that was not quantised"
+                    )
 
 
 def _unwrapped(raw: dict[str, Any], target: TargetFacts, findings: Findings) -> dict[str, Any]:
@@ -106,10 +110,9 @@ def _unwrapped(raw: dict[str, Any], target: TargetFacts, findings: Findings) -> 
     if raw.get("model_type") is not None:
         wanted = "none at the top level: with it vLLM does not recognise the format"
         findings.fault("model_type", under(raw, "model_type"), wanted, "remove the key")
-    inner = raw.get("transformer_layer_config")
+    inner = raw.get(INNER)
     if not isinstance(inner, dict):
-        key = "transformer_layer_config"
-        findings.fault(key, under(raw, key), "an object with the head's sizes")
+        findings.fault(INNER, under(raw, INNER), "an object with the head's sizes")
         inner = {}
     serving = raw["speculators_config"]
     verifier = serving.get("verifier") if isinstance(serving, dict) else None
@@ -152,8 +155,8 @@ def _class(
         drafter = CLASSES[first]
     name = ARCHITECTURES[drafter][0]
     plain.update(model_type=drafter, architectures=[name])
-    if not wrapped and first != name:
-        findings.change("architectures", str(first), name)
+    if not wrapped and classes != [name]:
+        findings.change("architectures", str(first) if classes == [first] else brief(classes), name)
     if kind != drafter:
         findings.change("model_type", kind, f"{drafter}, as its class computes")
 

@@ -30,11 +30,8 @@ def rope(seen: dict[str, Any], plain: dict[str, Any], findings: Findings) -> Non
         plain["rope_theta"], plain["rope_scaling"] = seen.get("rope_theta", ROPE_THETA), section
         return
     section = {key: value for key, value in section.items() if (key, value) != ("partial_rotary_factor", 1.0)}
-    inside, beside = section.pop("rope_theta", None), seen.get("rope_theta")
-    if inside is not None and beside is not None and inside != beside:
-        wanted = f"{brief(inside)} as in {sections[0]}, which vLLM takes first"
-        findings.fault("rope_theta", brief(beside), wanted, "ask the head's maker which one is right")
-    theta = inside if inside is not None else beside
+    inside = section.pop("rope_theta", None)
+    theta = inside if inside is not None else seen.get("rope_theta")
     if theta is None:
         theta = ROPE_THETA
         findings.default("rope_theta", theta)
@@ -43,15 +40,20 @@ def rope(seen: dict[str, Any], plain: dict[str, Any], findings: Findings) -> Non
         plain["rope_scaling"] = section
     if len(sections) > 1:
         plain["rope_parameters"] = seen["rope_parameters"]  # the checks hold it against rope_scaling
-    elif sections == ["rope_parameters"]:
-        now = "rope_theta" + (" and rope_scaling" if "rope_scaling" in plain else "")
-        findings.change("rope_parameters", brief(seen["rope_parameters"]), now)
+    now = "rope_theta" + (" and rope_scaling" if "rope_scaling" in plain else "")
+    for key in sections:
+        if key == "rope_parameters" or inside is not None or seen[key] != plain.get("rope_scaling"):
+            findings.change(key, brief(seen[key]), now)
+        elif "rope_type" not in section:
+            findings.change(f"{key}.type", brief(section.get("type")), f"{key}.rope_type")
 
 
 def windows(seen: dict[str, Any], plain: dict[str, Any], wrapped: bool, findings: Findings) -> None:
     kinds, window, layers = seen.get("layer_types"), seen.get("sliding_window"), seen.get("num_hidden_layers")
     if not wrapped and seen.get("model_type") == "qwen3":  # transformers' rule for this class
         if seen.get("use_sliding_window") is not True:
+            if isinstance(kinds, list) and SLIDING in kinds:
+                findings.change("layer_types", brief(kinds), "none slides, without use_sliding_window")
             kinds = window = None
         elif kinds is None and type(layers) is int:
             window = seen.get("sliding_window", QWEN3_WINDOW[0])
@@ -64,6 +66,8 @@ def windows(seen: dict[str, Any], plain: dict[str, Any], wrapped: bool, findings
         if seen.get("sliding_window") is not None:
             now = "none, as no layer of vLLM's slides"
             findings.change("sliding_window", under(seen, "sliding_window"), now)
+        if kinds:
+            findings.change("layer_types", f"{len(kinds)} times {FULL}", "left out, which is the same")
         return
     plain["layer_types"], plain["sliding_window"] = kinds, window
     if plain.get("model_type") == "qwen3":
@@ -77,7 +81,7 @@ def aux(
     target: TargetFacts,
     findings: Findings,
 ) -> None:
-    found = _named_aux(seen)
+    found = _named_aux(seen, findings)
     layers: Any = found
     if found is None:
         if confirmed is None:
@@ -99,21 +103,23 @@ def aux(
         layers = sorted(numbers)
     plain[AUX_KEY] = layers
     plain["eagle_config"] = {AUX_KEY: layers, "use_aux_hidden_state": True}
-    for key in ("num_aux_layers", "num_aux_hidden_states"):
-        if seen.get(key) is not None:
-            plain[key] = seen[key]
-    plain.setdefault("num_aux_hidden_states", len(layers))
+    plain["num_aux_hidden_states"] = len(layers)
 
 
-def _named_aux(seen: dict[str, Any]) -> list[Any] | None:
+def _named_aux(seen: dict[str, Any], findings: Findings) -> list[Any] | None:
     """The list as v1/worker/gpu_model_runner.py finds it."""
     layers = seen.get(AUX_KEY)
     if not layers:
         dflash, eagle = seen.get("dflash_config"), seen.get("eagle_config")
+        place = f"eagle_config.{AUX_KEY}"
         if isinstance(dflash, dict) and isinstance(dflash.get("target_layer_ids"), list):
             layers = [layer + 1 for layer in _integers(dflash["target_layer_ids"])]
+            place = "dflash_config.target_layer_ids"
         if isinstance(eagle, dict):
-            layers = eagle.get(AUX_KEY)
+            layers, place = eagle.get(AUX_KEY), f"eagle_config.{AUX_KEY}"
+        if layers and isinstance(layers, list):
+            told = dflash["target_layer_ids"] if place.startswith("dflash") and dflash else layers
+            findings.change(place, brief(told), f"{brief(layers)}, at the top level and in eagle_config")
     return list(layers) if layers and isinstance(layers, list) else None
 
 
@@ -142,18 +148,15 @@ def _mask_tokens(seen: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def mask_token(seen: dict[str, Any], plain: dict[str, Any], findings: Findings) -> None:
+def mask_token(seen: dict[str, Any], plain: dict[str, Any], wrapped: bool, findings: Findings) -> None:
     named = _mask_tokens(seen)
     if not named:
         wanted = f"the mask token's id under one of {', '.join(MASK_ORDER)}"
         cure = "ask the head's maker, and write it into config.json"
         findings.fault(" and ".join(MASK_KEYS), "missing", wanted, cure)
         return
-    first, mask = next(iter(named.items()))
-    for key, value in named.items():
-        if value != mask:
-            wanted = f"{brief(mask)} as in {first}, which vLLM takes"
-            findings.fault(key, brief(value), wanted, "remove the key that is wrong")
-    if not set(MASK_KEYS) & set(named):
-        findings.change(first, brief(mask), " and ".join(MASK_KEYS))
+    mask = next(iter(named.values()))
+    if set(named) != set(MASK_KEYS):
+        found = "mask_token_id" if wrapped and list(named) == [MASK_KEYS[0]] else " and ".join(named)
+        findings.change(found, brief(mask), " and ".join(MASK_KEYS))
     plain.update(dict.fromkeys(MASK_KEYS, mask))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from peagle_train.errors import PeagleError
+from peagle_train.export.contract import CONFIG_FILE
+from peagle_train.export.faults import what_stands_at
 from peagle_train.recipe import load_recipe
 from peagle_train.recipe.load import find_recipe
 from peagle_train.recipe.schema import Recipe, TargetSection
@@ -20,11 +22,16 @@ def head_folder(source: str, revision: str | None = None) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
         return path
-    if path.exists():
-        raise PeagleError(f"{source}: found a file; expected the folder of a head, or a Hub id owner/name")
-    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1:
+    there, local = what_stands_at(path), path.exists() or path.is_symlink()
+    if local or path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1:
+        cure = "check the path"
+        if path.name == CONFIG_FILE or path.suffix == ".safetensors":
+            cure = (
+                f"give its folder: {path.parent}" if path.is_file() else "check the path, and give its folder"
+            )
         raise PeagleError(
-            f"{source}: found no such folder; expected the folder of a head, or a Hub id owner/name"
+            f"{source}: found {there}; expected the folder of a head, with {CONFIG_FILE} and safetensors, "
+            f"or a Hub id owner/name; {cure}"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -33,8 +40,8 @@ def head_folder(source: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(source, revision=revision, allow_patterns=_WANTED))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise PeagleError(
-            f"{source}: cannot be read as a folder or a Hub id. Check the name, the network, and for gated "
-            f"heads `hf auth login`. The Hub library says: {error}"
+            f"{source}: found {there} here, and it cannot be read as a Hub id. Check the name, "
+            f"the network, and for gated heads `hf auth login`. The Hub library says: {error}"
         ) from error
 
 

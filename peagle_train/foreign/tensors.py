@@ -10,6 +10,8 @@ put before them. The maps of a reduced vocabulary come in several shapes and are
 from __future__ import annotations
 
 import json
+import math
+import shlex
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,16 +19,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peagle_train.export.contract import DTYPES
+from peagle_train.export.contract import DTYPES, WEIGHTS_FILE
 from peagle_train.export.faults import OWN_TARGET, brief
 from peagle_train.foreign.findings import Findings
 
 INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+# Pickles that trainers leave beside the weights.
+_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 _CONVERT = (
-    "pickled files run code when they are read; if you trust this one, convert it: python -c "
-    '"import torch; from safetensors.torch import save_file; save_file({{n: t.contiguous() for n, t in '
-    "torch.load('{name}', weights_only=True).items()}}, 'model.safetensors')\""
+    "import sys, torch; from safetensors.torch import save_file; save_file({n: t.contiguous().clone() "
+    "for f in sys.argv[2:] for n, t in torch.load(f, map_location='cpu', weights_only=True).items()}, "
+    "sys.argv[1])"
 )
 
 
@@ -50,10 +54,22 @@ def weights_files(directory: Path, findings: Findings) -> list[Path]:
         wanted = f"one safetensors file, or {INDEX}, since vLLM would mix all of them"
         findings.fault("weights", several, wanted, "remove those that are not the head's")
     elif not found:
-        pickled = sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLED)
-        cure = _CONVERT.format(name=pickled[0]) if pickled else "is this the folder of a head?"
-        findings.fault("weights", ", ".join(pickled) or "missing", "a safetensors file", cure)
+        pickled = sorted(
+            directory.resolve() / file.name
+            for file in directory.iterdir()
+            if file.suffix in _PICKLED and not file.name.startswith(_NO_WEIGHTS)
+        )
+        there = ", ".join(file.name for file in pickled) or "missing"
+        cure = _conversion(directory, pickled) if pickled else "is this the folder of a head?"
+        findings.fault("weights", there, "a safetensors file", cure)
     return found if len(found) == 1 else []
+
+
+def _conversion(directory: Path, pickled: list[Path]) -> str:
+    """A command that works from any folder: its paths are absolute."""
+    files = [directory.resolve() / WEIGHTS_FILE, *pickled]
+    command = f'python -c "{_CONVERT}" {shlex.join(map(str, files))}'
+    return f"pickled files run code when they are read; if you trust the maker, convert: {command}"
 
 
 def read_tensors(files: list[Path], findings: Findings) -> dict[str, Tensor]:
@@ -79,6 +95,8 @@ def read_tensors(files: list[Path], findings: Findings) -> dict[str, Tensor]:
         findings.change(f"{len(names)} tensors" if len(names) > 1 else names[0], before, after)
     if len(files) > 1:
         findings.change("weights", f"{len(files)} files", "one")
+    elif files and files[0].name != WEIGHTS_FILE:
+        findings.change("weights", files[0].name, WEIGHTS_FILE)
     return tensors
 
 
@@ -89,6 +107,8 @@ def _our_name(theirs: str) -> tuple[str | None, str]:
     bare = theirs.removeprefix("model.")
     ours = bare.replace("midlayer.", "layers.0.")
     if bare != theirs:
+        if ours != bare:
+            return ours, "model.midlayer.* -> layers.0.*"
         return ours, "model.* -> without the prefix"
     return ours, "midlayer.* -> layers.0.*" if ours != bare else ""
 
@@ -106,6 +126,14 @@ def common_dtype(tensors: dict[str, Tensor], findings: Findings) -> str | None:
         return kinds.pop()
     findings.change("dtype of the weights", ", ".join(sorted(kinds)), "float32, so that none is rounded")
     return "float32"
+
+
+def settle_placeholder(tensors: dict[str, Tensor], width: int, findings: Findings) -> None:
+    """`mask_hidden` as [1, 1, width]: so vLLM views it in any shape. Another size is left to the checks."""
+    state, shape = tensors.get("mask_hidden"), [1, 1, width]
+    if state is not None and list(state.shape) != shape and state.numel() == math.prod(shape):
+        findings.change("mask_hidden", f"shape {list(state.shape)}", str(shape))
+        tensors["mask_hidden"] = state.reshape(shape)
 
 
 def settle_vocabulary(

@@ -443,3 +443,12 @@ def test_missing_files_and_folders(exported, tmp_path: Path) -> None:
     assert faults_of(directory)[1].startswith(f"{WEIGHTS}: missing")  # all at once here too
     (directory / CONFIG).mkdir()
     assert faults_of(directory)[0].startswith(f"{CONFIG}: cannot be read")
+
+
+@pytest.mark.parametrize("key", ["intermediate_size", "rope_theta", "fc_norm"])
+def test_vllm_guesses_what_is_missing_not_what_is_wrong(exported, key: str) -> None:
+    directory = exported()
+    for change, guessed in ((put(**{key: -1}), False), (drop(key), True)):
+        edit(directory, change)
+        (line,) = (fault for fault in faults_of(directory) if fault.startswith(f"{CONFIG}: {key}: "))
+        assert ("vLLM would guess" in line or "vLLM would assume" in line) == guessed, line

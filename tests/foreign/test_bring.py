@@ -201,12 +201,28 @@ def test_what_stands_at_the_place_is_not_touched(target: TargetFacts) -> None:
 
 @pytest.mark.parametrize("source", ["nowhere", "./no/where", "a/b/c"])
 def test_a_head_that_is_nowhere(target: TargetFacts, source: str) -> None:
-    with pytest.raises(PeagleError, match="found no such folder; expected the folder of a head, or a Hub id"):
+    with pytest.raises(
+        PeagleError, match=r"found no such folder; expected the folder of a head, .* or a Hub id"
+    ):
         bring(source, "ours")
 
 
+def test_a_file_where_a_folder_belongs(target: TargetFacts) -> None:
+    theirs = publish.amazon(small_head(), Path("theirs"))
+    size = (theirs / "config.json").stat().st_size
+    with pytest.raises(
+        PeagleError, match=f"found a file of {size:,} bytes; expected .*give its folder: theirs"
+    ):
+        bring("theirs/config.json", "ours")
+    Path("link").symlink_to("gone")
+    with pytest.raises(PeagleError, match="link: found a link that leads nowhere"):
+        bring("link", "ours")
+
+
 def test_a_hub_id_that_cannot_be_fetched_says_so(target: TargetFacts) -> None:
-    with pytest.raises(PeagleError, match="owner/head: cannot be read as a folder or a Hub id"):
+    with pytest.raises(
+        PeagleError, match="owner/head: found no such folder here, and it cannot be read as a Hub id"
+    ):
         bring("owner/head", "ours")  # HF_HUB_OFFLINE is set for all tests
 
 

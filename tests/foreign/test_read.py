@@ -60,7 +60,7 @@ def test_the_amazon_layout(tmp_path: Path) -> None:
     assert changes["d2t"] == ("96 zeros", "none: with a full vocabulary vLLM refuses it")
     assert "equal to d2t's" in changes["t2d"][0]
     assert changes["10 tensors"] == ("midlayer.*", "layers.0.*")
-    assert changes.get("ptd_token_id", True)
+    assert changes["ptd_token_id"] == ("3", "pard_token and ptd_token_id")
     assert set(foreign.sha256) == {CONFIG, WEIGHTS}
 
 
