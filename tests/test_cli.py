@@ -317,7 +317,7 @@ def test_push_takes_head_and_place_from_a_recipe(small: Path, monkeypatch: pytes
 
 def test_check_refuses_what_is_no_head(small: Path) -> None:
     _, complaint = peagle("check", "nowhere", "--target", "tiny.yaml", code=1)
-    assert "no such directory" in complaint
+    assert "no such folder" in complaint
     assert "Traceback" not in complaint
 
 

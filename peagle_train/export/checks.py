@@ -16,7 +16,7 @@ from peagle_train.errors import FaultsError
 from peagle_train.export import speculators
 from peagle_train.export.config_checks import check_config
 from peagle_train.export.contract import CONFIG_FILE, OPTIONS, WEIGHTS_FILE, method_of
-from peagle_train.export.faults import AGAIN, brief, fault
+from peagle_train.export.faults import AGAIN, brief, fault, what_stands_at
 from peagle_train.export.serving import serving_flags
 from peagle_train.export.tensor_checks import check_tensors, tensor_names
 from peagle_train.files import sha256_of
@@ -100,7 +100,7 @@ def check_head(
     if not directory.is_dir():
         cure = f"check the path or {AGAIN}"
         raise HeadFault(
-            shown, [fault("directory", "no such directory", "one that `peagle export` wrote", cure)]
+            shown, [fault("directory", what_stands_at(directory), "one that `peagle export` wrote", cure)]
         )
     faults: list[str] = []
 

@@ -434,7 +434,7 @@ def paths_of(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def test_missing_files_and_folders(exported, tmp_path: Path) -> None:
-    assert "no such directory; expected one that" in faults_of(tmp_path / "nowhere")[0]
+    assert "no such folder; expected one that" in faults_of(tmp_path / "nowhere")[0]
     directory = exported()
     (directory / WEIGHTS).unlink()
     assert faults_of(directory)[0].startswith(f"{WEIGHTS}: missing")
