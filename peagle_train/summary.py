@@ -82,7 +82,8 @@ def print_summary(summary: Mapping[str, Any], console: Console) -> None:
         times.add_row(
             name, f"{stage['seconds']:,.1f}", "skipped: nothing was left to do" if stage["skipped"] else ""
         )
-    times.add_row("all, skipped ones too", f"{summary['seconds']:,.1f}", "")
+    earlier = any(stage["skipped"] and stage["seconds"] >= 0.05 for stage in summary["stages"].values())
+    times.add_row("all, skipped ones too" if earlier else "all", f"{summary['seconds']:,.1f}", "")
     console.print(times)
     for text in (f"Head:  {summary['head']}", "Serve it with:", f"  {summary['serve']}"):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
