@@ -199,9 +199,20 @@ def _unseen_prompts_stay_unseen(view: View) -> Iterator[Broken]:
                 )
 
 
+def _an_entity_has_its_tracker(view: View) -> Iterator[Broken]:
+    entity = view.get("track.entity")
+    if entity is not None and "wandb" not in view.get("track.log_with"):
+        yield (
+            "track.entity",
+            f"found {entity}, but track.log_with does not name wandb, which alone has such a thing; leave it "
+            "out, or add wandb",
+        )
+
+
 _RULES: tuple[Callable[[View], Iterator[Broken]], ...] = (
     _mask_token_fits_the_method,
     _norm_output_has_a_use,
+    _an_entity_has_its_tracker,
     _drafts_fit_what_was_trained,
     _warmup_ends,
     _windows_have_layers,

@@ -325,6 +325,11 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
             "never reached",
         ),
         (
+            "track={entity: team, log_with: [tensorboard]}",
+            "track.entity: found team, but track.log_with does not name wandb, which alone has such a thing; "
+            "leave it out, or add wandb",
+        ),
+        (
             "head.norm_output=true",
             "head.norm_output: found true; expected false, because a peagle head feeds no state back; leave "
             "it out, or set method=eagle3",
