@@ -11,7 +11,7 @@ footnote. Reads states/ and head/, writes evaluation/results.json.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +65,7 @@ def evaluate(run: Run, console: Console) -> StageResult:
     done = finished(directory, parts, console)
     if done is not None:
         return done
-    begin(directory, parts, console)
-    start = time.monotonic()
-    target = _target(run, console)
-    head = read_head(run.head_dir, shared_embeddings=target.embedding_table().cpu())
-    store = StateStore(run.states_dir, expected=parts["extract"])
-    sets = measure(head, target, store, recipe, console)
-    write_json(directory / RESULTS, {"k": recipe.evaluate.k, "near_tie": NEAR_TIE, "sets": sets})
-    return seal(directory, parts, time.monotonic() - start, _lengths(sets, recipe.evaluate.k))
+    return _measured_into(directory, parts, run, run.head_dir, console)
 
 
 def evaluate_head(run: Run, head_dir: Path, console: Console) -> StageResult:
@@ -113,19 +106,24 @@ def evaluate_head(run: Run, head_dir: Path, console: Console) -> StageResult:
     }
     name = f"{FOLDERS['evaluate']}-{head_dir.resolve().name}-{report.weights_sha256[:8]}"
     directory = run.directory / name
-    done = finished(directory, parts, console)
-    if done is not None:
-        print_acceptance(read_results(directory / RESULTS), recipe.evaluate.k, console)
-        return done
+    result = finished(directory, parts, console) or _measured_into(directory, parts, run, head_dir, console)
+    print_acceptance(read_results(directory / RESULTS), recipe.evaluate.k, console)
+    return result if result.skipped else replace(result, message=f"{directory}: {result.message}")
+
+
+def _measured_into(
+    directory: Path, parts: dict[str, Any], run: Run, head_dir: Path, console: Console
+) -> StageResult:
+    """Measures a head on the run's states, and leaves the results in `directory`."""
+    k = run.recipe.evaluate.k
     begin(directory, parts, console)
     start = time.monotonic()
     target = _target(run, console)
     head = read_head(head_dir, shared_embeddings=target.embedding_table().cpu())
-    sets = measure(head, target, store, recipe, console)
-    write_json(directory / RESULTS, {"k": recipe.evaluate.k, "near_tie": NEAR_TIE, "sets": sets})
-    print_acceptance(read_results(directory / RESULTS), recipe.evaluate.k, console)
-    message = f"{directory}: {_lengths(sets, recipe.evaluate.k)}"
-    return seal(directory, parts, time.monotonic() - start, message)
+    store = StateStore(run.states_dir, expected=parts["extract"])
+    sets = measure(head, target, store, run.recipe, console)
+    write_json(directory / RESULTS, {"k": k, "near_tie": NEAR_TIE, "sets": sets})
+    return seal(directory, parts, time.monotonic() - start, _lengths(sets, k))
 
 
 def measure(

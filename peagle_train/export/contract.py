@@ -54,6 +54,9 @@ OPTIONS = (
     "attention_bias",
 )
 
+# What `layer_types` may say of a layer.
+LAYER_KINDS = (FULL, SLIDING)
+
 # config.json key -> HeadConfig field, for values that are copied as they are.
 COPIED_KEYS: dict[str, str] = {
     "hidden_size": "hidden_size",
@@ -188,6 +191,3 @@ def tensor_shapes(head: HeadConfig) -> dict[str, tuple[int, ...]]:
     if head.draft_vocab_size != head.vocab_size:
         shapes["d2t"] = (head.draft_vocab_size,)
     return shapes
-
-
-LAYER_KINDS = (FULL, SLIDING)

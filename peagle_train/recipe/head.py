@@ -154,7 +154,7 @@ def _rope_of(section: HeadSection, facts: TargetFacts) -> dict[str, Any] | None:
         return None
 
 
-def _as_written(rope: Any) -> dict[str, Any]:
+def _as_written(rope: Rope) -> dict[str, Any]:
     return {"rope_type": rope.rope_type, "rope_theta": rope.theta, **rope.scaling}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,21 @@ def row(seed: int = 5, **changes: Any) -> Document:
     return Document(document.token_ids, document.aux, document.last, full_depths(trainable_depths(mask), K))
 
 
+def drafted_at_every_anchor(
+    head: DrafterHead, document: Document
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Anchor, drafts and logits of one session over the answer, fed two slots at once now and then."""
+    session, fed = DraftSession(head), 0
+    for anchor in range(5, 18):
+        if anchor % 3 == 0:
+            continue
+        drafts, logits = session.draft(
+            document.token_ids[fed + 1 : anchor + 2], document.aux[fed : anchor + 1], K
+        )
+        fed = anchor + 1
+        yield anchor, drafts, logits
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_session_logits_equal_the_training_forward_at_every_anchor(layout: str) -> None:
     head, document = toy_head(**LAYOUTS[layout]), row(**LAYOUTS[layout])
@@ -35,14 +51,7 @@ def test_session_logits_equal_the_training_forward_at_every_anchor(layout: str) 
         (int(batch.anchor[r]), int(batch.depth[r])): trained[i]
         for i, r in enumerate(batch.supervised.tolist())
     }
-    session, fed = DraftSession(head), 0
-    for anchor in range(5, 18):
-        if anchor % 3 == 0:
-            continue  # feed two slots at once now and then
-        drafts, logits = session.draft(
-            document.token_ids[fed + 1 : anchor + 2], document.aux[fed : anchor + 1], K
-        )
-        fed = anchor + 1
+    for anchor, drafts, logits in drafted_at_every_anchor(head, document):
         for depth in range(min(K, int(document.kept[anchor]))):
             assert torch.allclose(logits[depth], where[anchor, depth], atol=1e-10), (anchor, depth)
             assert drafts[depth] == head.draft_token_ids[where[anchor, depth].argmax()]
@@ -53,14 +62,8 @@ def test_an_eagle3_session_is_the_unroll_over_its_own_drafts(layout: str) -> Non
     """At every anchor: an answer that reads as drafted gives the drafts' logits, teacher-forced."""
     changes = {**LAYOUTS.get(layout, dict(norm_output=True)), **EAGLE3}
     head, document = toy_head(**changes), row(**changes)
-    session, fed, answers, drafted = DraftSession(head), 0, [], []
-    for anchor in range(5, 18):
-        if anchor % 3 == 0:
-            continue  # feed two slots at once now and then
-        drafts, logits = session.draft(
-            document.token_ids[fed + 1 : anchor + 2], document.aux[fed : anchor + 1], K
-        )
-        fed = anchor + 1
+    answers, drafted = [], []
+    for anchor, drafts, logits in drafted_at_every_anchor(head, document):
         token_ids, kept = document.token_ids.clone(), torch.zeros_like(document.kept)
         kept[anchor] = min(K, document.token_ids.shape[0] - anchor - 2)
         token_ids[anchor + 2 : anchor + 2 + K] = drafts[: int(kept[anchor])]

@@ -76,6 +76,14 @@ LLAMA3 = Rope(
     original_max_position_embeddings=64,
 )
 QWEN3 = {"drafter": "qwen3"}
+ARITHMETIC = {
+    **QWEN3,
+    "attention_bias": True,
+    "norm_before_residual": True,
+    "norm_before_fc": True,
+    "fc_norm": True,
+    "rope": YARN,
+}
 EAGLE3 = {"method": "eagle3", "mask_token_id": None}
 
 LAYOUTS = [
@@ -141,13 +149,8 @@ LAYOUTS = [
         layers=2,
         draft_vocab_size=160,
         head={
-            **QWEN3,
-            "attention_bias": True,
-            "norm_before_residual": True,
-            "norm_before_fc": True,
-            "fc_norm": True,
+            **ARITHMETIC,
             "hidden_size": 96,
-            "rope": YARN,
             "layer_types": (SLIDING, FULL),
             "sliding_window": 6,
         },
@@ -191,13 +194,8 @@ LAYOUTS = [
         draft_vocab_size=160,
         head={
             **EAGLE3,
-            **QWEN3,
-            "attention_bias": True,
-            "norm_before_residual": True,
-            "norm_before_fc": True,
-            "fc_norm": True,
+            **ARITHMETIC,
             "norm_output": True,
-            "rope": YARN,
         },
     ),
     Layout(
