@@ -26,7 +26,6 @@ from torch import nn
 from peagle_train.errors import PeagleError
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
 from peagle_train.head.batch import PackedBatch, pack
-from peagle_train.head.loss import count_elements
 from peagle_train.head.model import DrafterHead
 from peagle_train.recipe.schema import TrainSection
 from peagle_train.store.documents import Documents
@@ -65,7 +64,7 @@ class Loop:
         self.accelerator, self.data, self.section = accelerator, data, section
         self.seed, self.directory, self.console = seed, directory, console
         self.tracking = tracking
-        self.head: DrafterHead = module.head
+        self.training, self.head = module, module.head
         module.move_target_output(accelerator.device)
         optimizer = torch.optim.AdamW(
             _parameter_groups(self.head, section.weight_decay), lr=0.0, betas=section.betas, fused=True
@@ -110,8 +109,7 @@ class Loop:
         rows = section.batch_rows * section.accumulate * accelerator.num_processes
         draws = self.data.stream.step(step, rows, accelerator.process_index, accelerator.num_processes)
         batches = [self._pack(draws[i :: section.accumulate]) for i in range(section.accumulate)]
-        draft_ids = self.head.draft_token_ids
-        counts = [count_elements(b.labels, draft_ids, section.loss) for b in batches]
+        counts = [self.training.weight_of(b) for b in batches]
         elements = accelerator.reduce(torch.stack(counts).sum(), "sum").clamp(min=1)
 
         rate = learning_rate_at(
