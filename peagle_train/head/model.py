@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from peagle_train.head.attention import Attention
 from peagle_train.head.batch import PackedBatch
 from peagle_train.head.config import HeadConfig
+from peagle_train.head.fused import gated_down, rms_norm, rotate
 from peagle_train.head.streams import one_pass
 from peagle_train.head.unroll import UnrollAttention, unroll
 
@@ -40,15 +40,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return normed.to(x.dtype) * self.weight
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [N or 1, heads, D] by the angles of N rows."""
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -96,7 +88,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return gated_down(self.gate_proj(x), self.up_proj(x), self.down_proj.weight)
 
 
 class Layer(nn.Module):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle_train.head.kernels import Kernel, merge
+from peagle_train.head.kernels import Kernel
 
 WIDTH = {"cpu": 128, "cuda": 512}
 """Anchors of a block, by kind of device: narrow edges against the cost of starting an operator."""
@@ -156,10 +156,7 @@ class _Attend(torch.autograd.Function):
                 here = (slice(None), slice(None), slice(*block.rows))
                 folded = _fold(rows[here])  # [Hkv, g * rows, D]
                 for part, part_lse in _parts(folded, k, v, block, prefix, kernel):
-                    shape = out[here].shape
-                    out[here], lse[here] = merge(
-                        out[here], lse[here], part.to(wide).view(shape), part_lse.view(shape[:-1])
-                    )
+                    _merge_into(out[here], lse[here], part, part_lse)
             result = _by_row(out.to(q.dtype))
         ctx.save_for_backward(q, k, v, own_k, own_v, outside, result, lse)
         ctx.prefix, ctx.kernel = prefix, kernel
@@ -197,6 +194,14 @@ class _Attend(torch.autograd.Function):
                     dq[here] += part.view(shape)
             dq, dk, dv = _by_row(dq.to(q.dtype)), dk.to(k.dtype), dv.to(v.dtype)
         return dq, dk, dv, d_own_k, d_own_v, None, None, None
+
+
+def _merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """`kernels.merge` in place: out [Hkv, g, rows, D], lse [Hkv, g, rows]; the part is folded."""
+    part, part_lse = part.view(out.shape), part_lse.view(lse.shape)
+    whole = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - whole).exp_()[..., None]).addcmul_(part, (part_lse - whole).exp_()[..., None])
+    lse.copy_(whole)
 
 
 def _by_key_head(x: Tensor, kv_heads: int) -> Tensor:

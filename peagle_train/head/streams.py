@@ -26,6 +26,7 @@ from torch import Tensor
 
 from peagle_train.head.backends import Backend, backend_for
 from peagle_train.head.batch import PackedBatch
+from peagle_train.head.fused import rotate
 from peagle_train.head.prefix import SharedPrefix, attend, shared_prefix
 
 if TYPE_CHECKING:
@@ -129,12 +130,10 @@ def _group(head: DrafterHead, batch: PackedBatch, ends: Tensor, a: int, b: int) 
 
 def real_stream(head: DrafterHead, batch: PackedBatch, backend: Backend) -> RealStream:
     """Runs the real slots. In the last layer only those that carry loss have queries; all have keys."""
-    from peagle_train.head.model import rotate
-
     slots, masks = batch.num_slots, batch.num_mask_slots > 0
     trained = batch.supervised[: len(batch.chains.anchor)]
-    cos, sin = head.turns(batch.positions[:slots], head.fc.weight.dtype)
     embeddings, residual = head.embed(batch.token_ids, batch.aux, mask_slots=masks)
+    cos, sin = head.turns(batch.positions[:slots], residual.dtype)
     keys, values, mask_row = [], [], None
     for index, (layer, window) in enumerate(zip(head.blocks, head.config.windows, strict=True)):
         last, attention = index == len(head.blocks) - 1, layer.self_attn
@@ -142,19 +141,17 @@ def real_stream(head: DrafterHead, batch: PackedBatch, backend: Backend) -> Real
         if x is None:
             x, residual = layer.enter(embeddings, residual)
         k, v = attention.keys_and_values(x)
-        asking = x
-        if last:
-            asking = x[trained] if not (index == 0 and masks) else torch.cat([x[trained], x[slots:]])
+        asking = x if not last else torch.cat([x.index_select(0, trained), x[slots:]])
         q = attention.queries(asking)
         if index == 0 and masks:
             mask_row = MaskRow(q[-1:], k[-1:], v[-1:], residual[-1:])
             q, k, v, residual = q[:-1], k[:-1], v[:-1], residual[:-1]
-        k = rotate(k, cos, sin)
+        k = rotate(k, cos, sin).to(v.dtype)
         if last:
-            residual = residual[trained]
-            q = rotate(q, cos[trained], sin[trained])
+            residual = residual.index_select(0, trained)
+            q = rotate(q, cos[trained], sin[trained]).to(v.dtype)
         else:
-            q = rotate(q, cos, sin)
+            q = rotate(q, cos, sin).to(v.dtype)
         keys.append(k.transpose(0, 1))
         values.append(v.transpose(0, 1))
         if last:
@@ -181,19 +178,17 @@ def mask_stream(
     head: DrafterHead, batch: PackedBatch, group: Group, real: RealStream, backend: Backend
 ) -> Tensor:
     """The residual stream [m, H] of a group's mask slots."""
-    from peagle_train.head.model import rotate
-
     assert real.mask_row is not None
     first, last = (batch.num_slots + row for row in group.masks)
-    cos, sin = head.turns(batch.positions[first:last], real.mask_row.residual.dtype)
     row = real.mask_row
-    q, k, v = row.q, row.k, row.v.expand(last - first, -1, -1)
+    q, k, v = (t.expand(last - first, -1, -1) for t in (row.q, row.k, row.v))
+    cos, sin = head.turns(batch.positions[first:last], row.residual.dtype)
     residual = row.residual.expand(last - first, -1)
     for index, (layer, window) in enumerate(zip(head.blocks, head.config.windows, strict=True)):
         if index:
             x = layer.input_layernorm(residual)
             q, (k, v) = layer.self_attn.queries(x), layer.self_attn.keys_and_values(x)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         depth = group.outside.shape[1]
         outside = group.outside
         if window is not None:
