@@ -25,6 +25,10 @@ TILE = 512
 """Keys in one tile of `tiled`: with 128 queries the scores stay in a core's second-level cache."""
 
 
+LEAST = -80.0
+"""Logarithm of the smallest weight: 2e-35, next to nothing beside 1 in float64 too."""
+
+
 class Kernel(Protocol):
     """Attention over keys that every query sees."""
 
@@ -52,9 +56,7 @@ class Tiled:
         for rows in q.split(TILE, 1):
             out, lse = None, None
             for keys, values in zip(k.split(TILE, 1), v.split(TILE, 1), strict=True):
-                scores = torch.bmm(rows, keys.transpose(1, 2)).to(wide).mul_(scale)
-                part_lse = scores.logsumexp(-1)
-                weights = scores.sub_(part_lse[..., None]).exp_()
+                weights, part_lse = weigh(torch.bmm(rows, keys.transpose(1, 2)).to(wide).mul_(scale))
                 part = torch.bmm(weights.to(v.dtype), values).to(wide)
                 out, lse = (part, part_lse) if out is None or lse is None else merge(out, lse, part, part_lse)
             assert out is not None and lse is not None
@@ -74,7 +76,7 @@ class Tiled:
             for s in range(0, k.shape[1], TILE):
                 keys = slice(s, s + TILE)
                 scores = torch.bmm(q[:, rows], k[:, keys].transpose(1, 2)).to(wide)
-                weights = scores.mul_(scale).sub_(lse[:, rows, None]).exp_()
+                weights = weigh_again(scores.mul_(scale), lse[:, rows])
                 dv[:, keys] += torch.bmm(weights.to(v.dtype).transpose(1, 2), grad[:, rows])
                 slope = torch.bmm(grad[:, rows], v[:, keys].transpose(1, 2)).to(wide)
                 slope = slope.sub_(delta[:, rows]).mul_(weights).mul_(scale).to(q.dtype)
@@ -165,6 +167,25 @@ class EfficientCUDA:
             [True, True, True, False],
         )
         return dq[0], dk[0], dv[0]
+
+
+def weigh(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax in place and its log-sum-exp: scores [..., R, S], -inf where unseen -> weights, lse [..., R].
+
+    A row that sees nothing has lse -inf and weights that are to be ignored. On CPUs the exponential of a
+    number that underflows takes a hundred times as long as another's, so what is unseen weighs e ** -80.
+    """
+    top = scores.amax(-1, keepdim=True)
+    blind = top == float("-inf")
+    top.masked_fill_(blind, 0.0)
+    total = scores.sub_(top).clamp_(min=LEAST).exp_().sum(-1, keepdim=True)
+    lse = total.log().add_(top).masked_fill_(blind, float("-inf"))
+    return scores.div_(total), lse[..., 0]
+
+
+def weigh_again(scores: Tensor, lse: Tensor) -> Tensor:
+    """The same weights in place, as shares of a whole softmax with log-sum-exp `lse` [..., R]."""
+    return scores.sub_(lse[..., None]).clamp_(min=LEAST).exp_()
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ a window two edges) where they differ:
     keys      0 ............... a_lo ...... a_hi        rows of a block: anchors a_lo .. a_hi
     block     [     clear      )[   edge    ]           clear: a kernel without any mask (`kernels.py`)
                                                         edge: products under a mask, width wide
-    own       (a, 1..d), gathered per row
+    own       (a, 1..d), a band beside the diagonal (`chains.py`)
 
 The three are merged by their log-sum-exp. No mask is larger than rows x 2 width; scores are never kept:
 the backward computes them anew, block by block, from the merged log-sum-exp.
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from peagle_train.head.kernels import Kernel
+from peagle_train.head.chains import OwnChains, own_backward, own_forward
+from peagle_train.head.kernels import Kernel, weigh, weigh_again
 
 WIDTH = {"cpu": 128, "cuda": 512}
 """Anchors of a block, by kind of device: narrow edges against the cost of starting an operator."""
@@ -52,15 +53,15 @@ class SharedPrefix:
     window: int | None
     blocks: tuple[Block, ...]
 
-    def unseen(self, block: Block) -> Tensor:
-        """[rows, edge keys] bool."""
+    def hidden(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """[rows, edge keys]: -inf where a row does not see an edge key, else 0."""
         (start, end), device = block.rows, self.anchor.device
         keys = torch.cat([torch.arange(a, b, device=device) for a, b in block.edges])
         anchor = self.anchor[start:end, None]
         unseen = keys > anchor
         if self.window is not None:
             unseen = unseen | (anchor + self.depth[start:end, None] - keys >= self.window)
-        return unseen
+        return torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, float("-inf"))
 
 
 def shared_prefix(
@@ -108,27 +109,25 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    own_k: Tensor | None,
-    own_v: Tensor | None,
-    outside: Tensor | None,
     prefix: SharedPrefix,
     kernel: Kernel,
+    own: tuple[Tensor, Tensor, OwnChains] | None = None,
 ) -> Tensor:
     """One softmax over the prefix and what each row has of its own.
 
     Args:
         q: [m, Hq, D].
         k, v: [Hkv, T, D] of the real slots.
-        own_k, own_v: [m, C, Hkv, D] keys and values of each row's own chain, itself among them; None for
-            real slots, which are part of the prefix.
-        outside: [m or 1, C] bool, which of these are no part of it.
         prefix: who sees which real slots.
         kernel: for the parts without a mask.
+        own: keys and values [n, Hkv, D] of the rows' own chains and which are whose; None for real slots,
+            which are part of the prefix.
 
     Returns:
         [m, Hq, D].
     """
-    return _Attend.apply(q, k, v, own_k, own_v, outside, prefix, kernel)
+    own_k, own_v, chains = own or (None, None, None)
+    return _Attend.apply(q, k, v, own_k, own_v, chains, prefix, kernel)
 
 
 class _Attend(torch.autograd.Function):
@@ -140,57 +139,55 @@ class _Attend(torch.autograd.Function):
         v: Tensor,
         own_k: Tensor | None,
         own_v: Tensor | None,
-        outside: Tensor | None,
+        chains: OwnChains | None,
         prefix: SharedPrefix,
         kernel: Kernel,
     ) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
             rows = _by_key_head(q, k.shape[0])  # [Hkv, g, m, D]
-            wide = torch.promote_types(q.dtype, torch.float32)
-            if own_k is None or own_v is None or outside is None:
+            if own_k is None or own_v is None or chains is None:
+                wide = torch.promote_types(q.dtype, torch.float32)
                 out = torch.zeros_like(rows, dtype=wide)
                 lse = torch.full(rows.shape[:-1], float("-inf"), dtype=wide, device=q.device)
             else:
-                out, lse = _own(rows, own_k, own_v, outside)
+                out, lse = own_forward(rows, own_k, own_v, chains)
             for block in prefix.blocks:
                 here = (slice(None), slice(None), slice(*block.rows))
                 folded = _fold(rows[here])  # [Hkv, g * rows, D]
                 for part, part_lse in _parts(folded, k, v, block, prefix, kernel):
                     _merge_into(out[here], lse[here], part, part_lse)
             result = _by_row(out.to(q.dtype))
-        ctx.save_for_backward(q, k, v, own_k, own_v, outside, result, lse)
-        ctx.prefix, ctx.kernel = prefix, kernel
+        ctx.save_for_backward(q, k, v, own_k, own_v, result, lse)
+        ctx.chains, ctx.prefix, ctx.kernel = chains, prefix, kernel
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, v, own_k, own_v, outside, out, lse = ctx.saved_tensors
+        q, k, v, own_k, own_v, out, lse = ctx.saved_tensors
         prefix: SharedPrefix = ctx.prefix
         with torch.autocast(q.device.type, enabled=False):
-            kv_heads = k.shape[0]
-            rows, out, grad = (_by_key_head(t, kv_heads) for t in (q, out, grad.to(q.dtype)))
+            rows, out, grad = (_by_key_head(t, k.shape[0]) for t in (q, out, grad.to(q.dtype)))
             wide = torch.promote_types(q.dtype, torch.float32)
-            dq = torch.zeros_like(rows, dtype=wide, memory_format=torch.contiguous_format)
             dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
             d_own_k = d_own_v = None
-            if own_k is not None:
-                d_own_q, d_own_k, d_own_v = _own_backward(grad, rows, own_k, own_v, outside, out, lse)
-                dq += d_own_q
+            if ctx.chains is None:
+                dq = torch.zeros_like(rows, dtype=wide)
+            else:
+                dq, d_own_k, d_own_v = own_backward(grad, rows, own_k, own_v, out, lse, ctx.chains)
             for block in prefix.blocks:
                 here = (slice(None), slice(None), slice(*block.rows))
                 grad_b, q_b, out_b = (_fold(t[here]) for t in (grad, rows, out))
-                fold_lse = lse[here].reshape(kv_heads, -1)
-                shape = rows[here].shape
+                lse_b, shape = lse[here].flatten(1), rows[here].shape
                 start, end = block.clear
                 if end > start:
                     part, dk_b, dv_b = ctx.kernel.backward(
-                        grad_b, q_b, k[:, start:end], v[:, start:end], out_b, fold_lse
+                        grad_b, q_b, k[:, start:end], v[:, start:end], out_b, lse_b
                     )
                     dq[here] += part.view(shape)
                     dk[:, start:end] += dk_b
                     dv[:, start:end] += dv_b
                 if block.edges:
-                    part = _edge_backward(grad_b, q_b, out_b, fold_lse, k, v, dk, dv, block, prefix)
+                    part = _edge_backward(grad_b, q_b, out_b, lse_b, k, v, dk, dv, block, prefix)
                     dq[here] += part.view(shape)
             dq, dk, dv = _by_row(dq.to(q.dtype)), dk.to(k.dtype), dv.to(v.dtype)
         return dq, dk, dv, d_own_k, d_own_v, None, None, None
@@ -227,11 +224,8 @@ def _parts(
     if end > start:
         yield kernel.forward(q, k[:, start:end], v[:, start:end])
     if block.edges:
-        scores, values = _edge_scores(q, k, block, prefix), _edge(v, block)
-        lse = scores.logsumexp(-1)
-        # A row that sees none of these keys has lse -inf and weights 0.
-        weights = scores.sub_(lse.nan_to_num(neginf=0.0)[..., None]).exp_()
-        yield torch.bmm(weights.to(v.dtype), values), lse
+        weights, lse = weigh(_edge_scores(q, k, block, prefix))
+        yield torch.bmm(weights.to(v.dtype), _edge(v, block)), lse
 
 
 def _edge(x: Tensor, block: Block) -> Tensor:
@@ -243,8 +237,8 @@ def _edge(x: Tensor, block: Block) -> Tensor:
 def _edge_scores(q: Tensor, k: Tensor, block: Block, prefix: SharedPrefix) -> Tensor:
     """[Hkv, g * rows, n], -inf where unseen; at least float32."""
     scores = torch.bmm(q, _edge(k, block).transpose(1, 2)).to(torch.promote_types(q.dtype, torch.float32))
-    unseen = prefix.unseen(block)
-    scores.mul_(q.shape[-1] ** -0.5).unflatten(1, (-1, unseen.shape[0])).masked_fill_(unseen, float("-inf"))
+    hidden = prefix.hidden(block, scores.dtype)
+    scores.mul_(q.shape[-1] ** -0.5).unflatten(1, (-1, hidden.shape[0])).add_(hidden)
     return scores
 
 
@@ -262,7 +256,7 @@ def _edge_backward(
 ) -> Tensor:
     """Adds to dk and dv; returns the gradient of q."""
     keys, values = _edge(k, block), _edge(v, block)
-    weights = _edge_scores(q, k, block, prefix).sub_(lse[..., None]).exp_()
+    weights = weigh_again(_edge_scores(q, k, block, prefix), lse)
     delta = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
     slope = torch.bmm(grad, values.transpose(1, 2)).to(weights.dtype)
     slope = slope.sub_(delta).mul_(weights).mul_(q.shape[-1] ** -0.5).to(q.dtype)
@@ -274,35 +268,3 @@ def _edge_backward(
         dv[:, start:end] += dv_edge[:, done : done + end - start]
         done += end - start
     return torch.bmm(slope, keys)
-
-
-def _own_scores(rows: Tensor, own_k: Tensor, outside: Tensor) -> Tensor:
-    """[Hkv, g, m, C] of rows [Hkv, g, m, D] and own keys [m, C, Hkv, D]; at least float32."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    scores = torch.einsum("hgmd,mchd->hgmc", rows.to(wide), own_k.to(wide))
-    return scores.mul_(rows.shape[-1] ** -0.5).masked_fill_(outside, float("-inf"))
-
-
-def _own(rows: Tensor, own_k: Tensor, own_v: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """out [Hkv, g, m, D] and lse [Hkv, g, m] over each row's own chain."""
-    scores = _own_scores(rows, own_k, outside)
-    lse = scores.logsumexp(-1)
-    weights = scores.sub_(lse[..., None]).exp_()
-    return torch.einsum("hgmc,mchd->hgmd", weights, own_v.to(weights.dtype)), lse
-
-
-def _own_backward(
-    grad: Tensor, rows: Tensor, own_k: Tensor, own_v: Tensor, outside: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of rows [Hkv, g, m, D] and of own keys and values [m, C, Hkv, D]."""
-    weights = _own_scores(rows, own_k, outside).sub_(lse[..., None]).exp_()
-    wide = weights.dtype
-    grad, keys, values = grad.to(wide), own_k.to(wide), own_v.to(wide)
-    delta = (grad * out.to(wide)).sum(-1, keepdim=True)
-    slope = torch.einsum("hgmd,mchd->hgmc", grad, values)
-    slope = slope.sub_(delta).mul_(weights).mul_(rows.shape[-1] ** -0.5)
-    return (
-        torch.einsum("hgmc,mchd->hgmd", slope, keys),
-        torch.einsum("hgmc,hgmd->mchd", slope, rows.to(wide)).to(own_k.dtype),
-        torch.einsum("hgmc,hgmd->mchd", weights, grad).to(own_v.dtype),
-    )

@@ -21,11 +21,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from peagle_train.head.backends import Backend, backend_for
 from peagle_train.head.batch import PackedBatch
+from peagle_train.head.chains import OwnChains
 from peagle_train.head.fused import rotate
 from peagle_train.head.prefix import SharedPrefix, attend, shared_prefix
 
@@ -45,8 +45,8 @@ class Group:
     order: Tensor  # [e] permutation of the group's elements, on the batch's device
     elements: Tensor  # [e] the batch's elements, in that order, on its device
     output_rows: tuple[int, ...]  # [e] rows of `batch.last`, rising
-    outside: Tensor  # [m, C] which predecessors are no part of a mask slot's chain, on the batch's device
-    prefixes: dict[int | None, SharedPrefix]  # by window
+    prefixes: dict[int | None, SharedPrefix]  # by window: the real slots that its mask slots see
+    chains: dict[int | None, OwnChains]  # by window: the mask slots that they see
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,6 @@ def _group(head: DrafterHead, batch: PackedBatch, ends: Tensor, a: int, b: int) 
     anchor = torch.repeat_interleave(table.anchor[a:b], counts)
     starts = torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
     depth = torch.arange(len(anchor)) - starts + 1
-    longest = int(counts.max())
     spans = [
         (slot, (max(start, first) - first, min(end, last) - first))
         for (slot, _), (start, end) in zip(batch.slot_spans, batch.mask_spans, strict=True)
@@ -116,15 +115,16 @@ def _group(head: DrafterHead, batch: PackedBatch, ends: Tensor, a: int, b: int) 
     ]
     windows = set(head.config.windows)
     prefixes = {window: shared_prefix(anchor, depth, spans, window, device) for window in windows}
-    outside = torch.arange(longest) >= depth[:, None]
+    lengths = {window: depth if window is None else depth.clamp(max=window) for window in windows}
+    own = {w: OwnChains(1, n.to(device), int(n.max()) if len(n) else 1) for w, n in lengths.items()}
     return Group(
         (a, b),
         (first, last),
         order.to(device),
         elements[order].to(device),
         tuple(output_rows.tolist()),
-        outside.to(device),
         prefixes,
+        own,
     )
 
 
@@ -156,7 +156,7 @@ def real_stream(head: DrafterHead, batch: PackedBatch, backend: Backend) -> Real
         values.append(v.transpose(0, 1))
         if last:
             prefix = _trained_prefix(batch, window)
-            mixed = attend(q, keys[-1], values[-1], None, None, None, prefix, backend.kernel(q))
+            mixed = attend(q, keys[-1], values[-1], prefix, backend.kernel(q))
         else:
             mixed = backend.real_slots(q, k, v, batch.slot_spans, window)
         residual = layer.finish(residual, mixed)
@@ -189,27 +189,12 @@ def mask_stream(
             x = layer.input_layernorm(residual)
             q, (k, v) = layer.self_attn.queries(x), layer.self_attn.keys_and_values(x)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        depth = group.outside.shape[1]
-        outside = group.outside
-        if window is not None:
-            outside = outside | (torch.arange(depth, device=outside.device) >= window)
+        own = k, v, group.chains[window]
         mixed = attend(
-            q,
-            real.keys[index],
-            real.values[index],
-            _chains(k, depth),
-            _chains(v, depth),
-            outside,
-            group.prefixes[window],
-            backend.kernel(q),
+            q, real.keys[index], real.values[index], group.prefixes[window], backend.kernel(q), own
         )
         residual = layer.finish(residual, mixed)
     return residual
-
-
-def _chains(x: Tensor, depth: int) -> Tensor:
-    """[m, depth, ...]: every row and the depth - 1 rows before it. Rows of a chain are neighbours."""
-    return torch.stack([F.pad(x, (0, 0, 0, 0, back, 0))[: len(x)] for back in range(depth)], 1)
 
 
 def one_pass(head: DrafterHead, batch: PackedBatch) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from peagle_train.head.attention import Attention
 from peagle_train.head.backends import real_slots
 from peagle_train.head.batch import PackedBatch
+from peagle_train.head.chains import OwnChains
 from peagle_train.head.kernels import kernel_for
 from peagle_train.head.prefix import SharedPrefix, attend, shared_prefix
 
@@ -110,11 +111,11 @@ class UnrollAttention:
         step = self.steps[depth - 1]
         self.chain_k = _longer(self.chain_k, k, step)
         self.chain_v = _longer(self.chain_v, v, step)
-        back = torch.arange(depth - 1, -1, -1, device=q.device)[None]
-        outside = torch.zeros_like(back, dtype=torch.bool) if self.window is None else back >= self.window
+        length = depth if self.window is None else min(depth, self.window)
+        lengths = torch.full((len(step.rows),), length, device=q.device)
+        own = self.chain_k.flatten(0, 1), self.chain_v.flatten(0, 1), OwnChains(depth, lengths, length)
         kernel = kernel_for(q.device, q.dtype, q.shape[-1]).kernel
-        prefix = self._prefix(step, depth, q.device)
-        return attend(q, self.slot_k, self.slot_v, self.chain_k, self.chain_v, outside, prefix, kernel)
+        return attend(q, self.slot_k, self.slot_v, self._prefix(step, depth, q.device), kernel, own)
 
     def _prefix(self, step: Step, depth: int, device: torch.device) -> SharedPrefix:
         slots = [first for first, _ in self.batch.slot_spans]
