@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from peagle_train.head.batch import Document, pack
+from peagle_train.head.engine import EngineSettings, best_tokens
 from peagle_train.head.model import DrafterHead
 
 
@@ -96,7 +97,7 @@ def offline_acceptance(head: DrafterHead, documents: Sequence[Document], k: int)
     if supervised:
         device = head.lm_head.weight.device
         batch = pack(supervised).to(device)
-        drafts = head.draft_token_ids[head.logits(head(batch)).argmax(-1)]
+        drafts = head.draft_token_ids[best_tokens(head, batch, EngineSettings())]
         hits = (drafts == batch.labels).cpu()
         rows = batch.supervised.cpu()
         document, anchor, depth = (t.cpu()[rows] for t in (batch.document, batch.anchor, batch.depth))

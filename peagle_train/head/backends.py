@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from peagle_train.head.kernels import Kernel, kernel_for
+from peagle_train.head.kernels import kernel_for
+from peagle_train.head.prefix import Own, SharedPrefix, attend
 
 Spans = Sequence[tuple[int, int]]
 
@@ -75,8 +76,8 @@ class Backend(Protocol):
         """Causal attention within each document: q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D]."""
         ...
 
-    def kernel(self, q: Tensor) -> Kernel:
-        """The kernel for queries like these."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, prefix: SharedPrefix, own: Own | None = None) -> Tensor:
+        """See `prefix.attend`."""
         ...
 
 
@@ -88,9 +89,14 @@ class Sdpa:
     def real_slots(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None) -> Tensor:
         return real_slots(q, k, v, spans, window)
 
-    def kernel(self, q: Tensor) -> Kernel:
-        return kernel_for(q.device, q.dtype, q.shape[-1]).kernel
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, prefix: SharedPrefix, own: Own | None = None) -> Tensor:
+        return attend(q, k, v, prefix, kernel_for(q.device, q.dtype, q.shape[-1]).kernel, own)
+
+
+BACKENDS: dict[str, type[Backend]] = {"sdpa": Sdpa}
+"""Those of the two streams; `reference` has no streams (`engine.py`)."""
 
 
 def backend_for(name: str) -> Backend:
-    return Sdpa()
+    """The backend of a name other than `reference` and `auto`."""
+    return BACKENDS[name]()

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from peagle_train.head.backends import backend_for
+from peagle_train.head.attention import RuleAttention
+from peagle_train.head.backends import Backend, backend_for
 from peagle_train.head.batch import PackedBatch
 from peagle_train.head.loss import LossKind, LossSums, TargetOutput, VocabularyLoss
 from peagle_train.head.model import DrafterHead
-from peagle_train.head.streams import groups_of, mask_stream, real_stream
+from peagle_train.head.streams import Group, RealStream, groups_of, mask_stream, real_stream
 
 Gradients = list[Tensor | None]
 
@@ -68,10 +69,10 @@ def loss_and_gradients(
     loss = VocabularyLoss(head, target_output, batch, kind, weights, settings.loss_rows, gradients)
     total = _Total(trained_parameters(head))
     with torch.set_grad_enabled(gradients):
-        if head.config.method == "peagle":
+        if head.config.method == "peagle" and settings.backend != "reference":
             _two_streams(head, batch, loss, total, settings)
         else:
-            _unrolled(head, batch, loss, total)
+            _as_one_graph(head, batch, loss, total, settings)
     if gradients:
         total.add_to(head.norm.weight, loss.d_norm)
         total.add_to(head.lm_head.weight, loss.d_lm_head)
@@ -114,6 +115,27 @@ class _Total:
         self.gradients[place] = gradient if mine is None else mine.add_(gradient)
 
 
+def best_tokens(head: DrafterHead, batch: PackedBatch, settings: EngineSettings) -> Tensor:
+    """The draft id [E] that the head likes best at each element, without ever having all logits."""
+    best = torch.empty(batch.num_supervised, dtype=torch.int64, device=batch.positions.device)
+    with torch.no_grad():
+        if head.config.method == "peagle" and settings.backend != "reference":
+            backend = backend_for(settings.backend)
+            real = real_stream(head, batch, backend)
+            for group in groups_of(head, batch, settings.group_rows):
+                parts = _parts(head, batch, group, real, backend)
+                _write_best(best, head, torch.cat(parts)[group.order], group.elements, settings.loss_rows)
+        else:
+            residual = _one_graph(head, batch, settings)
+            _write_best(best, head, residual, torch.arange(len(best), device=best.device), settings.loss_rows)
+    return best
+
+
+def _write_best(best: Tensor, head: DrafterHead, residual: Tensor, elements: Tensor, rows: int) -> None:
+    for part, places in zip(residual.split(rows), elements.split(rows), strict=True):
+        best[places] = head.logits(part).argmax(-1)
+
+
 def _two_streams(
     head: DrafterHead, batch: PackedBatch, loss: VocabularyLoss, total: _Total, settings: EngineSettings
 ) -> None:
@@ -127,10 +149,8 @@ def _two_streams(
     groups = groups_of(head, batch, settings.group_rows)
     for index, group in enumerate(groups):
         following = groups[index + 1].output_rows[0] if index + 1 < len(groups) else batch.last.shape[0]
-        (a, b), masks = group.reals, group.masks[1] - group.masks[0]
-        parts = [real.residual[a:b].detach()]
-        if masks:
-            parts.append(mask_stream(head, batch, group, lent, backend))
+        a, b = group.reals
+        parts = _parts(head, batch, group, lent, backend)
         residual = torch.cat([p.detach() for p in parts])[group.order]
         found = loss(residual, group.elements, group.output_rows, following)
         if found is None or d_real is None:
@@ -138,7 +158,7 @@ def _two_streams(
         gradient = torch.empty_like(found)
         gradient[group.order] = found
         d_real[a:b] = gradient[: b - a]
-        if masks:
+        if len(parts) > 1:
             for i, d in enumerate(total.backward([parts[1]], [gradient[b - a :]], leaves)):
                 before = d_leaves[i]
                 d_leaves[i] = d if before is None or d is None else before.add_(d)
@@ -147,9 +167,27 @@ def _two_streams(
         total.backward([real.residual, *(o for o, _ in pairs)], [d_real, *(d for _, d in pairs)])
 
 
-def _unrolled(head: DrafterHead, batch: PackedBatch, loss: VocabularyLoss, total: _Total) -> None:
-    """eagle3: the unroll as one graph, the loss in chunks."""
-    residual = head(batch)  # [E, H]
+def _parts(
+    head: DrafterHead, batch: PackedBatch, group: Group, real: RealStream, backend: Backend
+) -> list[Tensor]:
+    """The residual stream of a group's elements: its real slots, and its mask slots if it has any."""
+    reals = real.residual[slice(*group.reals)]
+    if group.masks[0] == group.masks[1]:
+        return [reals]
+    return [reals, mask_stream(head, batch, group, real, backend)]
+
+
+def _one_graph(head: DrafterHead, batch: PackedBatch, settings: EngineSettings) -> Tensor:
+    """The residual stream [E, H] where there are no streams: eagle3's unroll, or the rule's dense mask."""
+    if settings.backend != "reference":
+        return head(batch)
+    return head(batch, RuleAttention if head.config.method == "peagle" else None)
+
+
+def _as_one_graph(
+    head: DrafterHead, batch: PackedBatch, loss: VocabularyLoss, total: _Total, settings: EngineSettings
+) -> None:
+    residual = _one_graph(head, batch, settings)
     output_rows, order = torch.sort(batch.chains.output_row, stable=True)
     order = order.to(residual.device)
     found = loss(residual.detach()[order], order, output_rows.tolist(), batch.last.shape[0])

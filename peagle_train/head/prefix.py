@@ -28,6 +28,9 @@ from torch import Tensor
 from peagle_train.head.chains import OwnChains, own_backward, own_forward
 from peagle_train.head.kernels import Kernel, weigh, weigh_again
 
+Own = tuple[Tensor, Tensor, OwnChains]
+"""Keys and values [n, Hkv, D] of the rows' own chains, and which are whose."""
+
 WIDTH = {"cpu": 128, "cuda": 512}
 """Anchors of a block, by kind of device: narrow edges against the cost of starting an operator."""
 
@@ -111,7 +114,7 @@ def attend(
     v: Tensor,
     prefix: SharedPrefix,
     kernel: Kernel,
-    own: tuple[Tensor, Tensor, OwnChains] | None = None,
+    own: Own | None = None,
 ) -> Tensor:
     """One softmax over the prefix and what each row has of its own.
 
@@ -120,8 +123,7 @@ def attend(
         k, v: [Hkv, T, D] of the real slots.
         prefix: who sees which real slots.
         kernel: for the parts without a mask.
-        own: keys and values [n, Hkv, D] of the rows' own chains and which are whose; None for real slots,
-            which are part of the prefix.
+        own: the rows' own chains; None for real slots, which are part of the prefix.
 
     Returns:
         [m, Hq, D].

@@ -27,7 +27,7 @@ from peagle_train.head.backends import Backend, backend_for
 from peagle_train.head.batch import PackedBatch
 from peagle_train.head.chains import OwnChains
 from peagle_train.head.fused import rotate
-from peagle_train.head.prefix import SharedPrefix, attend, shared_prefix
+from peagle_train.head.prefix import SharedPrefix, shared_prefix
 
 if TYPE_CHECKING:
     from peagle_train.head.model import DrafterHead
@@ -156,7 +156,7 @@ def real_stream(head: DrafterHead, batch: PackedBatch, backend: Backend) -> Real
         values.append(v.transpose(0, 1))
         if last:
             prefix = _trained_prefix(batch, window)
-            mixed = attend(q, keys[-1], values[-1], prefix, backend.kernel(q))
+            mixed = backend.attend(q, keys[-1], values[-1], prefix)
         else:
             mixed = backend.real_slots(q, k, v, batch.slot_spans, window)
         residual = layer.finish(residual, mixed)
@@ -190,9 +190,7 @@ def mask_stream(
             q, (k, v) = layer.self_attn.queries(x), layer.self_attn.keys_and_values(x)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         own = k, v, group.chains[window]
-        mixed = attend(
-            q, real.keys[index], real.values[index], group.prefixes[window], backend.kernel(q), own
-        )
+        mixed = backend.attend(q, real.keys[index], real.values[index], group.prefixes[window], own)
         residual = layer.finish(residual, mixed)
     return residual
 

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from peagle_train.head.attention import Attention
-from peagle_train.head.backends import real_slots
+from peagle_train.head.backends import backend_for
 from peagle_train.head.batch import PackedBatch
 from peagle_train.head.chains import OwnChains
-from peagle_train.head.kernels import kernel_for
-from peagle_train.head.prefix import SharedPrefix, attend, shared_prefix
+from peagle_train.head.prefix import SharedPrefix, shared_prefix
 
 if TYPE_CHECKING:
     from peagle_train.head.model import DrafterHead
@@ -97,7 +96,7 @@ class UnrollAttention:
 
     def __init__(self, batch: PackedBatch, window: int | None, steps: Sequence[Step]):
         self.batch, self.window, self.steps = batch, window, steps
-        self.depth = 0
+        self.depth, self.backend = 0, backend_for("sdpa")
         self.slot_k: Tensor | None = None  # [Hkv, T, D]
         self.slot_v: Tensor | None = None
         self.chain_k: Tensor | None = None  # [C, depth, Hkv, D], rotated
@@ -107,15 +106,14 @@ class UnrollAttention:
         depth, self.depth = self.depth, self.depth + 1
         if self.slot_k is None or self.slot_v is None:
             self.slot_k, self.slot_v = k.transpose(0, 1), v.transpose(0, 1)
-            return real_slots(q, k, v, self.batch.slot_spans, self.window)
+            return self.backend.real_slots(q, k, v, self.batch.slot_spans, self.window)
         step = self.steps[depth - 1]
         self.chain_k = _longer(self.chain_k, k, step)
         self.chain_v = _longer(self.chain_v, v, step)
         length = depth if self.window is None else min(depth, self.window)
         lengths = torch.full((len(step.rows),), length, device=q.device)
         own = self.chain_k.flatten(0, 1), self.chain_v.flatten(0, 1), OwnChains(depth, lengths, length)
-        kernel = kernel_for(q.device, q.dtype, q.shape[-1]).kernel
-        return attend(q, self.slot_k, self.slot_v, self._prefix(step, depth, q.device), kernel, own)
+        return self.backend.attend(q, self.slot_k, self.slot_v, self._prefix(step, depth, q.device), own)
 
     def _prefix(self, step: Step, depth: int, device: torch.device) -> SharedPrefix:
         slots = [first for first, _ in self.batch.slot_spans]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from peagle_train.head import prefix, streams
 from peagle_train.head.attention import RuleAttention
 from peagle_train.head.batch import Document, pack
 from peagle_train.head.config import FULL, SLIDING
-from peagle_train.head.engine import EngineSettings, deliver
-from peagle_train.head.kernels import FusedCPU, Kernel, Tiled
+from peagle_train.head.engine import EngineSettings, best_tokens, deliver
+from peagle_train.head.kernels import Chosen, FusedCPU, Kernel, Tiled
 from peagle_train.head.loss import VocabularyLoss, depth_weights
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.reference import reference_loss
@@ -58,7 +59,7 @@ def test_long_documents_windows_and_kernels(
 ) -> None:
     """Clear parts, two edges and rows that see no edge key at all, against the dense mask of the rule."""
     monkeypatch.setitem(prefix.WIDTH, "cpu", 4)
-    monkeypatch.setattr("peagle_train.head.backends.Sdpa.kernel", lambda self, q: kernel())
+    monkeypatch.setattr("peagle_train.head.backends.kernel_for", lambda *given: Chosen(kernel(), ()))
     layers = dict(num_layers=3)
     if windows is not None:
         layers |= dict(layer_types=(SLIDING, FULL, SLIDING), sliding_window=windows)  # type: ignore[dict-item]
@@ -168,6 +169,22 @@ def test_no_hook_of_a_parameter_fires_before_the_outer_backward() -> None:
     assert not calls
     loss.backward()
     assert calls == {name: 1 for name, _ in head.named_parameters()}
+
+
+@pytest.mark.parametrize("method", [{}, EAGLE3])
+@pytest.mark.parametrize("settings", [EngineSettings(3, 4), EngineSettings(None, 1000, "reference")])
+def test_best_tokens_are_those_of_the_logits(settings: EngineSettings, method: dict[str, Any]) -> None:
+    config = replace(CONFIG, **method)
+    head = toy_head(**method)
+    batch = pack([toy_document(**d, config=config) for d in LONG])  # type: ignore[arg-type]
+    assert torch.equal(best_tokens(head, batch, settings), head.logits(head(batch)).argmax(-1))
+
+
+def test_the_reference_backend_equals_the_streams() -> None:
+    head, documents = toy_head(), [toy_document(**d) for d in LONG]  # type: ignore[arg-type]
+    streams_loss, _ = fast_loss(head, documents, settings=EngineSettings(9, 11))
+    dense, _ = fast_loss(head, documents, settings=EngineSettings(9, 11, "reference"))
+    assert_same(head, streams_loss, dense, 1e-10)
 
 
 @pytest.mark.parametrize("loss_rows", [1, 6, 1000])

@@ -1,0 +1,61 @@
+"""What a step of the engine holds in memory, in bytes, from the sizes of head and batch.
+
+    real slots    their graph stays until the end of the batch: linear in the batch's tokens
+    mask slots    the graph of one group
+    loss          the logits of one chunk, of draft and target
+    backward      what passes through a layer on the way back, for whichever stream is larger
+
+Every term counts the tensors that `streams.py`, `prefix.py`, `fused.py` and `loss.py` keep; a test holds the
+sum against the measured peak. Nothing grows with the square of anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peagle_train.head.config import HeadConfig
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes per unit of work; `act` is the width of an activation (2 under bfloat16), `par` of a weight."""
+
+    real_slot: int  # kept per real slot
+    mask_slot: int  # kept per mask slot of a group
+    passing_real: int  # on the way back, per real slot
+    passing_mask: int  # on the way back, per mask slot of a group
+    element: int  # per element of a loss chunk
+    group: int  # gradients of the layers' weights, once per group beside the sums
+
+    def step(self, real_slots: int, group_rows: int, loss_rows: int) -> int:
+        """Peak of a batch above weights, gradients and optimizer."""
+        kept = self.real_slot * real_slots
+        group = (self.mask_slot + self.passing_mask) * group_rows + self.group + self.element * loss_rows
+        return kept + max(group, self.passing_real * real_slots)
+
+
+def footprint(config: HeadConfig, act: int, par: int) -> Footprint:
+    """Bytes per unit for a head. act, par: bytes of an activation and of a parameter."""
+    h, ff, layers = config.hidden_size, config.intermediate_size, config.num_layers
+    q = config.num_attention_heads * config.head_dim
+    kv = 2 * config.num_key_value_heads * config.head_dim
+    wide = max(act, 4)  # norms, log-sum-exps and merged outputs are at least float32
+    entry = config.aux_width * (par + act) + 4 * h * act + 2 * h * wide  # aux and its copy, inputs of layer 0
+    # Two residual streams, two normed inputs, q and output, keys and values, gate and up.
+    layer = 2 * h * wide + 2 * h * act + 2 * q * act + kv * act + 2 * ff * act
+    angles = 2 * config.head_dim * wide
+    # torch's causal attention repeats keys for every query head; leaves are copies of keys and values,
+    # and have gradients.
+    real_layer = layer + 2 * q * act + 2 * kv * act + kv * act
+    passing = 4 * ff * act + 4 * h * wide + 4 * q * wide
+    vocabulary = config.draft_vocab_size
+    matrices = h * (q + kv) + q * h + 3 * h * ff
+    return Footprint(
+        real_slot=entry + layers * real_layer + angles,
+        mask_slot=layers * layer + angles + h * wide,
+        passing_real=passing,
+        passing_mask=passing,
+        # Draft logits as computed and wide, their softmax; the target's row as computed, wide, and gathered.
+        element=vocabulary * (2 * act + 5 * wide),
+        group=layers * matrices * par,
+    )

@@ -1,0 +1,198 @@
+"""The memory plan: how a batch is cut so that a process stays within its budget.
+
+Made once, before step 1, and printed; kept in every checkpoint and used again on resume, because another
+cut rounds otherwise and the run would no longer be bit for bit the one that was interrupted. The byte counts
+are `head/memory.py`'s; what is there already when the plan is made (libraries, weights, the target's output)
+is measured. On a GPU memory is what torch has allocated there, on a CPU what the process has resident.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from peagle_train.errors import PeagleError
+from peagle_train.head.engine import EngineSettings, trained_parameters
+from peagle_train.head.memory import footprint
+from peagle_train.head.model import DrafterHead
+
+GIB = 2**30
+SHARE = {"cpu": 0.5, "cuda": 0.9}
+"""Of the memory that is free on the device, how much a training takes where the recipe names no budget."""
+
+ROWS = {"cpu": 2048, "cuda": 16384}
+"""Mask slots of a group where memory is no matter: large enough that every operator is busy."""
+
+LOGITS = {"cpu": 2**21, "cuda": 2**27}
+"""Logits of a loss chunk where memory is no matter."""
+
+LEAST_ROWS, LEAST_ELEMENTS = 64, 16
+"""The smallest cut: below it an operator's start costs more than its work."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one process at its peak, by what they are for."""
+
+    budget: int
+    resident: int  # when the plan was made: libraries, weights, the target's output
+    states: int  # gradients and AdamW's moments
+    real: int  # the real slots' graph, with their targets and inputs
+    step: int  # the rest of a step: groups, chunks, what passes backwards
+    longest: int  # real slots of the largest batch
+    settings: EngineSettings
+
+    @property
+    def peak(self) -> int:
+        return self.resident + self.states + self.real + self.step
+
+    def table(self) -> Table:
+        """The plan to look at."""
+        cut = self.settings
+        table = Table(title="memory of one process", show_header=False, title_justify="left")
+        table.add_column()
+        table.add_column(justify="right")
+        table.add_row("libraries, weights, target's output (measured)", _gib(self.resident))
+        table.add_row("gradients and optimizer", _gib(self.states))
+        table.add_row(f"real slots, {self.longest:,} of them", _gib(self.real))
+        table.add_row(f"mask slots by {cut.group_rows:,}, logits by {cut.loss_rows:,} rows", _gib(self.step))
+        table.add_row("peak", _gib(self.peak), style="bold")
+        table.add_row("budget", _gib(self.budget))
+        return table
+
+
+def plan_memory(
+    head: DrafterHead,
+    *,
+    longest: int,
+    positions: int,
+    half: bool,
+    backend: str,
+    budget: int,
+    resident: int,
+    states: int | None = None,
+) -> MemoryPlan:
+    """The largest cut, up to what is useful, whose peak fits.
+
+    Args:
+        head: where it will train.
+        longest: real slots of the largest batch.
+        positions: K; a batch has at most K - 1 mask slots per real slot.
+        half: whether it computes in bfloat16.
+        backend: name of the attention backend.
+        budget, resident: bytes one process may use, and uses already.
+        states: bytes of gradients and moments in this process; None: of all parameters.
+
+    Raises:
+        PeagleError: the smallest cut does not fit; says what would.
+    """
+    parameters = trained_parameters(head)
+    weight = parameters[0].element_size()
+    print_ = footprint(head.config, 2 if half else weight, weight)
+    device = head.lm_head.weight.device.type
+    if states is None:
+        states = 3 * sum(p.numel() * p.element_size() for p in parameters)
+    most_rows = longest * (positions - 1)
+    rows = max(min(ROWS.get(device, ROWS["cuda"]), most_rows), 1)
+    elements = max(LOGITS.get(device, LOGITS["cuda"]) // head.config.draft_vocab_size, LEAST_ELEMENTS)
+    elements = min(elements, longest * positions)
+
+    def plan(rows: int, elements: int) -> MemoryPlan:
+        real = print_.real_slot * longest
+        step = print_.step(longest, rows, elements) - real
+        settings = EngineSettings(rows, elements, backend)
+        return MemoryPlan(budget, resident, states, real, step, longest, settings)
+
+    while plan(rows, elements).peak > budget:
+        # What weighs more gives way first.
+        large_rows = (print_.mask_slot + print_.passing_mask) * rows > print_.element * elements
+        if rows > LEAST_ROWS and (large_rows or elements <= LEAST_ELEMENTS):
+            rows = max(rows // 2, LEAST_ROWS)
+        elif elements > LEAST_ELEMENTS:
+            elements = max(elements // 2, LEAST_ELEMENTS)
+        else:
+            _refuse(plan(rows, elements), print_.real_slot)
+    return plan(rows, elements)
+
+
+def _refuse(plan: MemoryPlan, real_slot: int) -> None:
+    room = plan.budget - (plan.peak - plan.real)
+    cure = (
+        f"A batch of {room // real_slot:,} tokens would fit: lower train.batch_tokens, or data's lengths if "
+        "a single row is longer"
+        if room > real_slot
+        else "Not even a short batch would"
+    )
+    raise PeagleError(
+        f"train.memory: a batch of {plan.longest:,} tokens needs {_gib(plan.peak)} in one process with the "
+        f"smallest cut, and the budget is {_gib(plan.budget)}. {cure}; or raise train.memory."
+    )
+
+
+def device_budget(device: torch.device, processes: int) -> int:
+    """Bytes one of `processes` of this machine may use where the recipe names no budget."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(SHARE["cuda"] * (free + torch.cuda.memory_reserved(device)))
+    return resident_bytes(device) + int(SHARE["cpu"] * _available()) // processes
+
+
+def resident_bytes(device: torch.device) -> int:
+    """Bytes this process uses on the device now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return _status("VmRSS") or 0
+
+
+def reset_peak(device: torch.device) -> None:
+    """Starts a new measurement of `peak_bytes`."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    # Where this is not Linux, or not allowed, the peak stays the process's since its start.
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most this process used since `reset_peak`; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _status("VmHWM")
+
+
+def report_peak(plan: MemoryPlan, device: torch.device, console: Console) -> None:
+    """Says what was used, and warns if that was more than planned."""
+    peak = peak_bytes(device)
+    if peak is None:
+        return
+    text = f"memory: {_gib(peak)} at the peak, {_gib(plan.peak)} planned, {_gib(plan.budget)} allowed"
+    over = peak > plan.budget
+    console.print(f"warning: {text}" if over else text, style="yellow" if over else None, highlight=False)
+
+
+def _available() -> int:
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        kib = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("MemAvailable"))
+        return kib * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _status(key: str) -> int | None:
+    try:
+        text = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(key)), None)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB"
