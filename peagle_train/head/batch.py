@@ -154,3 +154,23 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
         slot_spans=tuple(slot_spans),
         mask_spans=tuple(mask_spans),
     )
+
+
+def nothing(aux_width: int, target_hidden_size: int) -> PackedBatch:
+    """A batch without rows, for a process that has no work while others do: 0 slots, 0 elements."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return PackedBatch(
+        token_ids=none,
+        step_token_ids=none,
+        aux=torch.zeros(0, aux_width),
+        positions=none,
+        document=none,
+        anchor=none,
+        depth=none,
+        supervised=none,
+        labels=none,
+        last=torch.zeros(0, target_hidden_size),
+        output_row=none,
+        slot_spans=(),
+        mask_spans=(),
+    )

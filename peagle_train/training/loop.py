@@ -25,14 +25,14 @@ from torch import nn
 
 from peagle_train.errors import PeagleError
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
-from peagle_train.head.batch import PackedBatch, pack
+from peagle_train.head.batch import PackedBatch, nothing, pack
 from peagle_train.head.loss import count_elements
 from peagle_train.head.model import DrafterHead
 from peagle_train.recipe.schema import TrainSection
-from peagle_train.store.documents import Documents
+from peagle_train.store.documents import Documents, slot_counts
 from peagle_train.training import checkpoint
 from peagle_train.training.checkpoint import Progress as Standing
-from peagle_train.training.data import Draw, Stream
+from peagle_train.training.data import Draw, Stream, in_order
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.schedule import learning_rate_at
 from peagle_train.training.tracking import Tracking
@@ -72,6 +72,9 @@ class Loop:
         )
         self.module, self.optimizer = accelerator.prepare(module, optimizer)
         self.standing = Standing()
+        mine = list(data.validation[accelerator.process_index :: accelerator.num_processes])
+        lengths = slot_counts(data.documents.store, mine)
+        self.validation_batches = in_order(mine, lengths, section.batch_tokens)
 
     def run(self) -> Standing:
         """Trains to the last step. Raises PeagleError when the loss or a gradient is not finite."""
@@ -107,12 +110,11 @@ class Loop:
     def _step(self, step: int) -> dict[str, Any]:
         """One optimizer step; returns its record for the log."""
         section, accelerator = self.section, self.accelerator
-        rows = section.batch_rows * section.accumulate * accelerator.num_processes
-        draws = self.data.stream.step(step, rows, accelerator.process_index, accelerator.num_processes)
-        batches = [self._pack(draws[i :: section.accumulate]) for i in range(section.accumulate)]
-        draft_ids = self.head.draft_token_ids
+        drawn = self.data.stream.step(step, accelerator.process_index)
+        batches = [self._pack(draws) for draws in drawn]
+        draft_ids = self.head.draft_token_ids.cpu()
         counts = [count_elements(b.labels, draft_ids, section.loss) for b in batches]
-        elements = accelerator.reduce(torch.stack(counts).sum(), "sum").clamp(min=1)
+        elements = accelerator.reduce(torch.stack(counts).sum().to(accelerator.device), "sum").clamp(min=1)
 
         rate = learning_rate_at(
             step,
@@ -130,7 +132,7 @@ class Loop:
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
             with nullcontext() if last else accelerator.no_sync(self.module):
-                sums = self.module(batch)
+                sums = self.module(batch.to(accelerator.device))
                 # Gradients are averaged over processes, hence the factor.
                 accelerator.backward(sums.loss * accelerator.num_processes / elements)
             loss += sums.loss.detach()
@@ -142,12 +144,12 @@ class Loop:
             torch.tensor(sum(b.num_slots for b in batches), device=loss.device), "sum"
         )
         mean = float(loss / elements)
-        self._refuse_nonfinite(step, mean, float(norm), draws)
+        self._refuse_nonfinite(step, mean, float(norm), [draw for draws in drawn for draw in draws])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {
             "step": step + 1,
-            "epoch": draws[0].epoch,
+            "epoch": self.data.stream.locate(step)[0],
             "loss": mean,
             "accuracy": [round(float(c / s), 4) if s else None for c, s in zip(correct, seen, strict=True)],
             "learning_rate": rate,
@@ -157,12 +159,15 @@ class Loop:
         }
 
     def _pack(self, draws: Sequence[Draw]) -> PackedBatch:
+        """A micro-batch, on the CPU."""
+        if not draws:
+            return nothing(self.head.config.aux_width, self.head.config.target_hidden_size)
         cod = self.section.cod
         documents = [
             self.data.documents.sampled(d.row, d.epoch, seed=self.seed, rate=cod.rate, floor=cod.floor)
             for d in draws
         ]
-        return pack(documents).to(self.accelerator.device)
+        return pack(documents)
 
     def _refuse_nonfinite(self, step: int, loss: float, norm: float, draws: Sequence[Draw]) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
@@ -179,16 +184,11 @@ class Loop:
     def _validate(self) -> None:
         """Acceptance on the validation rows, shared by the processes and summed; a better head is kept."""
         accelerator, k = self.accelerator, self.section.positions
-        mine = self.data.validation[accelerator.process_index :: accelerator.num_processes]
         counts = total(
             (
                 c
-                for i in range(0, len(mine), self.section.batch_rows)
-                for c in offline_acceptance(
-                    self.head,
-                    [self.data.documents.full(row) for row in mine[i : i + self.section.batch_rows]],
-                    k,
-                )
+                for rows in self.validation_batches
+                for c in offline_acceptance(self.head, [self.data.documents.full(row) for row in rows], k)
             ),
             k,
         )

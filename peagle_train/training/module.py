@@ -38,6 +38,12 @@ class DraftTraining(nn.Module):
         self._target_output[0].to(device)
 
     def forward(self, batch: PackedBatch) -> LossSums:
+        if batch.num_supervised == 0:
+            # Every parameter takes part, so that whoever adds gradients up over processes gets one of each.
+            trained = [p for p in self.head.parameters() if p.requires_grad]
+            loss = torch.stack([(p * 0).sum() for p in trained]).sum()
+            zeros = torch.zeros(self.positions, device=loss.device)
+            return LossSums(loss, torch.zeros((), dtype=torch.int64, device=loss.device), zeros, zeros)
         with torch.no_grad():
             target_logits = self._target_output[0](batch.last)
         return draft_loss(

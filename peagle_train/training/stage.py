@@ -21,7 +21,7 @@ from peagle_train.errors import PeagleError
 from peagle_train.files import remove_leftovers
 from peagle_train.run import Run
 from peagle_train.stages import TRACKING, StageResult, begin, finished, require, seal
-from peagle_train.store.documents import Documents, trainable_rows
+from peagle_train.store.documents import Documents, slot_counts, trainable_rows
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
@@ -76,11 +76,20 @@ def train(run: Run, console: Console) -> StageResult:
     _on_main(accelerator, lambda: _check_mask_token(run, folder, store))
     _on_main(accelerator, lambda: _begin(directory, parts, console))
     module = _build(run, folder, store, rows, accelerator, console)
+    stream = Stream(
+        rows,
+        slot_counts(store, rows),
+        recipe.seed,
+        batch_tokens=recipe.train.batch_tokens,
+        accumulate=recipe.train.accumulate,
+        world=accelerator.num_processes,
+    )
+    console.print(stream.describe(), highlight=False)
     with trackers(accelerator, recipe, directory, console) as tracking:
         loop = Loop(
             accelerator,
             module,
-            TrainingSet(Documents(store, recipe.train.positions), Stream(rows, recipe.seed), validation),
+            TrainingSet(Documents(store, recipe.train.positions), stream, validation),
             recipe.train,
             seed=recipe.seed,
             directory=directory,
