@@ -27,7 +27,7 @@ from peagle_train.head.sampling import document_generator
 
 T = TypeVar("T")
 
-WINDOW_BATCHES = 64
+WINDOW_BATCHES = 32
 """Rows are packed in windows of about so many micro-batches."""
 
 WINDOW_STEPS = 8

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from peagle_train.head.batch import PackedBatch, nothing, pack
+from peagle_train.head.batch import PackedBatch, pack
 from peagle_train.head.loss import LossSums
 from peagle_train.store.documents import Documents, slot_counts, trainable_rows
 from peagle_train.training.data import Draw, Stream, cost, in_order
@@ -102,7 +102,7 @@ def test_micro_batches_are_full(name: str) -> None:
     stream = make(LENGTHS[name])
     batches = len([batch for step in stream.epoch(0) for batch in step])
     least = sum(LENGTHS[name]) / BUDGET
-    best = {"drawn 0": 0.96, "drawn 1": 0.94, "drawn 2": 0.9}[name]
+    best = {"drawn 0": 0.96, "drawn 1": 0.91, "drawn 2": 0.9}[name]
     assert best < stream.fill() <= 1
     if name != "drawn 2":  # which has rows over the budget
         assert stream.fill() == pytest.approx(least / batches)
@@ -121,8 +121,8 @@ def test_processes_of_a_step_pay_about_the_same(accumulate: int, world: int) -> 
         ]
         waited += max(sums) * world
         paid += sum(sums)
-    # Random micro-batches wait for a third of the time here.
-    assert paid / waited > 0.93
+    # Micro-batches taken in any order keep 8 processes waiting for a quarter of the time.
+    assert paid / waited > 0.92
 
 
 def test_cost_grows_with_the_square_of_a_document_not_of_a_micro_batch() -> None:
@@ -157,7 +157,7 @@ def test_lengths_are_those_of_the_packed_rows(made: Made) -> None:
         assert pack([sampled]).num_slots == slots < made.store.read(row).token_ids.numel()
 
 
-def gradients(batches: list[PackedBatch]) -> tuple[LossSums, dict[str, torch.Tensor]]:
+def gradients(batches: list[PackedBatch | None]) -> tuple[LossSums, dict[str, torch.Tensor]]:
     """Loss sums and gradients of the float64 toy over some micro-batches."""
     head = toy_head()
     output = torch.nn.Linear(CONFIG.target_hidden_size, CONFIG.draft_vocab_size, bias=False).double()
@@ -182,12 +182,11 @@ def test_packed_equals_unpacked() -> None:
             [(14, ((5, 14),)), (9, ((2, 5), (6, 9))), (30, ((4, 12), (15, 30))), (6, ((3, 6),))]
         )
     ]
-    empty = nothing(CONFIG.aux_width, CONFIG.target_hidden_size)
     alone, by_row = gradients([pack([d]) for d in documents])
     for batches in (
         [pack(documents)],
         [pack(documents[:1]), pack(documents[1:])],
-        [pack(documents[::-1]), empty],
+        [pack(documents[::-1]), None],
     ):
         together, packed = gradients(batches)
         assert torch.allclose(alone.loss, together.loss, rtol=1e-12)
@@ -199,7 +198,7 @@ def test_packed_equals_unpacked() -> None:
 
 
 def test_a_micro_batch_of_nothing_costs_nothing() -> None:
-    sums, grads = gradients([nothing(CONFIG.aux_width, CONFIG.target_hidden_size)])
+    sums, grads = gradients([None])
     head = toy_head()
     assert sums.loss == 0 and sums.count == 0 and not sums.elements.any()
     assert grads.keys() == {name for name, p in head.named_parameters() if p.requires_grad}

@@ -55,7 +55,7 @@ def make_loop(made: Made, directory: Path, head: HeadSection = HEAD, seed: int =
     console = Console(quiet=True)
     start = make_start(recipe, made.target, made.store, rows, directory, console)  # type: ignore[arg-type]
     module = DraftTraining(start.head, start.target_output, section.positions, section.loss)
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if section.precision == "bf16" else "no")
+    accelerator = Accelerator(cpu=True)
     data = TrainingSet(
         Documents(made.store, section.positions),
         Stream(
