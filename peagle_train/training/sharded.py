@@ -48,6 +48,9 @@ class Sharded(Wrapped):
             return "fsdp2", self.mesh.size()
         return "one", 1
 
+    def skip(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
     def clip(self) -> float:
         norm = nn.utils.clip_grad_norm_([p for _, p in trained(self.head)], self.section.clip_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -114,4 +117,4 @@ class Sharded(Wrapped):
 
     def _step(self) -> None:
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.skip()

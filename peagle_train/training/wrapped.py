@@ -98,6 +98,10 @@ class Wrapped(ABC):
             group["lr"] = learning_rate
         self._step()
 
+    @abstractmethod
+    def skip(self) -> None:
+        """Forgets the gradients in place of `step`: weights and moments stay as they are."""
+
     @property
     @abstractmethod
     def found(self) -> tuple[str, int]:
@@ -154,6 +158,9 @@ class Replicated(Wrapped):
             return "ddp", self.module.process_group.size()
         return "one", 1
 
+    def skip(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
     def clip(self) -> float:
         return float(nn.utils.clip_grad_norm_(self.module.parameters(), self.section.clip_norm))
 
@@ -189,7 +196,7 @@ class Replicated(Wrapped):
 
     def _step(self) -> None:
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.skip()
 
 
 def trained(head: DrafterHead) -> Iterator[tuple[str, nn.Parameter]]:

@@ -63,6 +63,12 @@ class Partitioned(Wrapped):
         torch.distributed.all_reduce(square)
         return float(square.sqrt())
 
+    def skip(self) -> None:
+        zero = self.engine.optimizer
+        zero.zero_grad(set_to_none=True)
+        for index in zero.averaged_gradients:
+            zero.averaged_gradients[index] = None
+
     def head_tensors(self) -> Tensors:
         with self.gathered_head() as head:
             return on_cpu(head.state_dict())

@@ -100,6 +100,7 @@ def test_validation_is_a_sum_over_processes(way: str, request: pytest.FixtureReq
 
 @ways
 def test_a_run_goes_on_bit_for_bit_from_what_it_saved(way: str, request: pytest.FixtureRequest) -> None:
+    """And a step that was skipped, not taken, changed nothing in it."""
     saved = 0
     for rank in range(WORLD):
         found, _ = outcome(request, way, rank)
