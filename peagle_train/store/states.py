@@ -219,21 +219,12 @@ class StateStore:
 
     def read(self, row: int) -> StateRow:
         """Reads one row. Raises PeagleError for an unknown index, CorruptError for an unreadable shard."""
-        info = self._info.get(row)
-        if info is None:
-            raise PeagleError(f"{self.directory}: no row {row}; it holds {len(self)} rows")
-        path = self.directory / info.shard
-        try:
-            if info.shard not in self._open:
-                self._prove(info.shard)
-                self._open[info.shard] = safe_open(path, framework="pt")
-            tensors = {
-                name: self._open[info.shard].get_tensor(f"{row:06d}.{name}")
-                for name in ("token_ids", "loss_mask", "aux", "last")
-            }
-        except (SafetensorError, OSError) as error:
-            raise CorruptError(f"{path}: damaged: {error}; {_cure(self.directory)}") from error
+        info, tensors = self._tensors(row, "token_ids", "loss_mask", "aux", "last")
         return StateRow(row, info.set, info.id, prompt_length=info.prompt_length, **tensors)
+
+    def loss_mask(self, row: int) -> Tensor:
+        """[n] bool, the loss mask of a row without its states; raises as `read`."""
+        return self._tensors(row, "loss_mask")[1]["loss_mask"]
 
     def token_ids(self, row: int) -> Tensor:
         """[n] int64, the tokens of a row without its states."""
@@ -246,6 +237,20 @@ class StateStore:
         """Reads everything and compares every checksum; raises CorruptError naming the shard."""
         for shard in self._shards:
             self._prove(shard["file"])
+
+    def _tensors(self, row: int, *names: str) -> tuple[RowInfo, dict[str, Tensor]]:
+        info = self._info.get(row)
+        if info is None:
+            raise PeagleError(f"{self.directory}: no row {row}; it holds {len(self)} rows")
+        path = self.directory / info.shard
+        try:
+            if info.shard not in self._open:
+                self._prove(info.shard)
+                self._open[info.shard] = safe_open(path, framework="pt")
+            shard = self._open[info.shard]
+            return info, {name: shard.get_tensor(f"{row:06d}.{name}") for name in names}
+        except (SafetensorError, OSError) as error:
+            raise CorruptError(f"{path}: damaged: {error}; {_cure(self.directory)}") from error
 
     def _prove(self, file: str) -> None:
         """Compares one shard with its checksum: a reader does so once, when it first opens it."""

@@ -4,6 +4,9 @@ stage.py       the stage: what to build, what to resume, what to leave behind   
 loop.py        steps, validation, checkpoints
 data.py        which rows a step trains on: a pure function of its number
 module.py      head and target output together: a batch in, sums out
+launch.py      what the launcher was asked for, and proof that it was given
+wrapped.py     module and optimizer behind one interface: one process and DDP here,
+               sharded.py FSDP2, zero.py DeepSpeed
 schedule.py    the learning rate
 checkpoint.py  everything a resume needs, in safetensors and JSON
 tracking.py    curves in wandb, tensorboard, mlflow, trackio, if the recipe names them

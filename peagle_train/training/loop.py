@@ -12,7 +12,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,16 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import nn
 
 from peagle_train.errors import PeagleError
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
 from peagle_train.head.batch import PackedBatch, pack
-from peagle_train.head.model import DrafterHead
 from peagle_train.recipe.schema import TrainSection
-from peagle_train.store.documents import Documents
+from peagle_train.store.documents import Documents, slot_counts
 from peagle_train.training import checkpoint
 from peagle_train.training.checkpoint import Progress as Standing
-from peagle_train.training.data import Draw, Stream
+from peagle_train.training.data import Draw, Stream, in_order
+from peagle_train.training.launch import wrap
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.schedule import learning_rate_at
 from peagle_train.training.tracking import Tracking
@@ -65,12 +63,12 @@ class Loop:
         self.seed, self.directory, self.console = seed, directory, console
         self.tracking = tracking
         self.training, self.head = module, module.head
-        module.move_target_output(accelerator.device)
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(self.head, section.weight_decay), lr=0.0, betas=section.betas, fused=True
-        )
-        self.module, self.optimizer = accelerator.prepare(module, optimizer)
+        self.wrapped = wrap(accelerator, module, section)
+        self.optimizer: Any = getattr(self.wrapped, "optimizer", None)
         self.standing = Standing()
+        mine = list(data.validation[accelerator.process_index :: accelerator.num_processes])
+        lengths = slot_counts(data.documents.store, mine)
+        self.validation_batches = in_order(mine, lengths, section.batch_tokens)
 
     def run(self) -> Standing:
         """Trains to the last step. Raises PeagleError when the loss or a gradient is not finite."""
@@ -106,11 +104,10 @@ class Loop:
     def _step(self, step: int) -> dict[str, Any]:
         """One optimizer step; returns its record for the log."""
         section, accelerator = self.section, self.accelerator
-        rows = section.batch_rows * section.accumulate * accelerator.num_processes
-        draws = self.data.stream.step(step, rows, accelerator.process_index, accelerator.num_processes)
-        batches = [self._pack(draws[i :: section.accumulate]) for i in range(section.accumulate)]
-        counts = [self.training.weight_of(b) for b in batches]
-        elements = accelerator.reduce(torch.stack(counts).sum(), "sum").clamp(min=1)
+        drawn = self.data.stream.step(step, accelerator.process_index)
+        batches = [self._pack(draws) for draws in drawn]
+        weights = torch.stack([self.training.weight_of(batch).to(accelerator.device) for batch in batches])
+        elements = accelerator.reduce(weights.sum(), "sum").clamp(min=1)
 
         rate = learning_rate_at(
             step,
@@ -119,48 +116,44 @@ class Loop:
             total_steps=section.steps,
             decay=section.decay,
         )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
 
         loss = torch.zeros((), device=accelerator.device)
         correct = torch.zeros(section.positions, device=accelerator.device)
         seen = torch.zeros_like(correct)
         for index, batch in enumerate(batches):
-            last = index == len(batches) - 1
-            with nullcontext() if last else accelerator.no_sync(self.module):
-                sums = self.module(batch)
-                # Gradients are averaged over processes, hence the factor.
-                accelerator.backward(sums.loss * accelerator.num_processes / elements)
-            loss += sums.loss.detach()
+            sums = self.wrapped.micro_batch(batch, elements, last=index == len(batches) - 1)
+            loss += sums.loss
             correct += sums.correct
             seen += sums.elements
-        norm = accelerator.clip_grad_norm_(self.module.parameters(), section.clip_norm)
+        norm = self.wrapped.clip()
         loss, correct, seen = (accelerator.reduce(t, "sum") for t in (loss, correct, seen))
         tokens = accelerator.reduce(
-            torch.tensor(sum(b.num_slots for b in batches), device=loss.device), "sum"
+            torch.tensor(sum(b.num_slots for b in batches if b is not None), device=loss.device), "sum"
         )
         mean = float(loss / elements)
-        self._refuse_nonfinite(step, mean, float(norm), draws)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._refuse_nonfinite(step, mean, norm, [draw for draws in drawn for draw in draws])
+        self.wrapped.step(rate)
         return {
             "step": step + 1,
-            "epoch": draws[0].epoch,
+            "epoch": self.data.stream.locate(step)[0],
             "loss": mean,
             "accuracy": [round(float(c / s), 4) if s else None for c, s in zip(correct, seen, strict=True)],
             "learning_rate": rate,
-            "gradient_norm": round(float(norm), 4),
+            "gradient_norm": round(norm, 4),
             "elements": int(elements),
             "tokens": int(tokens),
         }
 
-    def _pack(self, draws: Sequence[Draw]) -> PackedBatch:
+    def _pack(self, draws: Sequence[Draw]) -> PackedBatch | None:
+        """A micro-batch, on the CPU; None if there is nothing to do."""
+        if not draws:
+            return None
         cod = self.section.cod
         documents = [
             self.data.documents.sampled(d.row, d.epoch, seed=self.seed, rate=cod.rate, floor=cod.floor)
             for d in draws
         ]
-        return pack(documents).to(self.accelerator.device)
+        return pack(documents)
 
     def _refuse_nonfinite(self, step: int, loss: float, norm: float, draws: Sequence[Draw]) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
@@ -177,19 +170,15 @@ class Loop:
     def _validate(self) -> None:
         """Acceptance on the validation rows, shared by the processes and summed; a better head is kept."""
         accelerator, k = self.accelerator, self.section.positions
-        mine = self.data.validation[accelerator.process_index :: accelerator.num_processes]
-        counts = total(
-            (
-                c
-                for i in range(0, len(mine), self.section.batch_rows)
-                for c in offline_acceptance(
-                    self.head,
-                    [self.data.documents.full(row) for row in mine[i : i + self.section.batch_rows]],
-                    k,
-                )
-            ),
-            k,
-        )
+        with self.wrapped.gathered_head() as head:
+            counts = total(
+                (
+                    c
+                    for rows in self.validation_batches
+                    for c in offline_acceptance(head, [self.data.documents.full(row) for row in rows], k)
+                ),
+                k,
+            )
         values = torch.tensor([counts.num_drafts, *counts.accepted_at], device=accelerator.device)
         drafts, *accepted = (int(v) for v in accelerator.reduce(values, "sum"))
         result = Acceptance(k, drafts, accepted)
@@ -241,17 +230,6 @@ class Loop:
                 file.write(json.dumps(record) + "\n")
         if self.tracking is not None:
             self.tracking.follow()
-
-
-def _parameter_groups(head: DrafterHead, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay for matrices; none for norms, biases, the placeholder state and the embedding table."""
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, p in head.named_parameters():
-        if p.requires_grad:
-            plain = p.ndim == 1 or name in ("mask_hidden", "embed_tokens.weight")
-            (others if plain else decayed).append(p)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def _progress(console: Console, shown: bool) -> Progress:

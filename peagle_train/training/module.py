@@ -53,7 +53,8 @@ class DraftTraining(nn.Module):
         """[] what a step divides its loss by, summed over all its batches; known before the forward."""
         if batch is None:
             return torch.zeros((), device=self.head.lm_head.weight.device)
-        return total_weight(batch, self.head.draft_token_ids, self.loss, self.weights)
+        ids = self.head.draft_token_ids.to(batch.labels.device)
+        return total_weight(batch, ids, self.loss, self.weights)
 
     def forward(self, batch: PackedBatch | None) -> LossSums:
         """The sums of a batch; None, a batch of nothing, has sums and gradients of zero."""

@@ -28,7 +28,7 @@ from rich.console import Console
 from peagle_train.errors import PeagleError
 from peagle_train.files import read_json
 from peagle_train.recipe.schema import Recipe
-from peagle_train.training.stage import make_accelerator
+from peagle_train.training.launch import make_accelerator
 from peagle_train.training.tracking import curves, trackers
 from tests.recipe.test_load import GOOD
 from tests.training.conftest import Made
