@@ -1,74 +1,32 @@
-"""How attention is computed, by name.
+"""How the two streams compute attention, by name.
 
-    reference   the rule as one dense mask over all rows: quadratic memory, for comparisons
     sdpa        torch's own attention: any device
+    flash       the package flash-attn: half precision on NVIDIA GPUs (`flash.py`)
+    flex        torch's flex_attention, compiled: NVIDIA GPUs (`flex.py`)
 
-Real slots need causal attention per document; everything else goes through a kernel without masks
-(`kernels.py`, `prefix.py`).
+`reference`, the rule as one dense mask over all rows, has no streams (`engine.py`): its memory is
+quadratic, it is there for comparisons. `choose.py` proves a backend on the device where it is to run, and
+picks for `auto`.
+
+Real slots need causal attention per document. All others see a prefix of the real slots and their own chain:
+without masks by a kernel with edges (`kernels.py`, `prefix.py`), or by the rule in closed form (`flex.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from peagle_train.head.causal import Spans, real_slots
+from peagle_train.head.flash import FlashAttn, documents
+from peagle_train.head.flex import Plans
 from peagle_train.head.kernels import kernel_for
 from peagle_train.head.prefix import Own, SharedPrefix, attend
 
-Spans = Sequence[tuple[int, int]]
-
-
-def real_slots(q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None) -> Tensor:
-    """The real slots of a batch, padding included: causal attention within each document.
-
-    q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq, D].
-    """
-    outputs = [
-        causal(q[start:end], k[start:end], v[start:end], window) for start, end in spans if end > start
-    ]
-    done = sum(len(o) for o in outputs)
-    if done < q.shape[0]:
-        # A padding row sees itself alone: its output is its own value.
-        outputs.append(v[done:].repeat_interleave(q.shape[1] // v.shape[1], 1))
-    return torch.cat(outputs)
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Causal grouped-query attention over one document. q [S, Hq, D], k and v [S, Hkv, D].
-
-    With a window, blocks of `window` queries each see their own block of keys and the one before: cost
-    and memory grow as S x window, and no mask is larger than window x 2 window.
-    """
-    size = q.shape[0]
-    if window is None or window >= size:
-        return _fused(q, k, v, None)
-    outputs = []
-    for start in range(0, size, window):
-        end, first = min(start + window, size), max(start - window + 1, 0)
-        back = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
-        outputs.append(_fused(q[start:end], k[first:end], v[first:end], (back >= 0) & (back < window)))
-    return torch.cat(outputs)
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """torch's attention: causal, or under a mask [Q, S] of what is seen."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k.transpose(0, 1)[None],
-        v.transpose(0, 1)[None],
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out[0].transpose(0, 1)
-
 
 class Backend(Protocol):
-    """Attention for the two streams."""
+    """Attention for the two streams of one batch."""
 
     name: str
 
@@ -93,10 +51,38 @@ class Sdpa:
         return attend(q, k, v, prefix, kernel_for(q.device, q.dtype, q.shape[-1]).kernel, own)
 
 
-BACKENDS: dict[str, type[Backend]] = {"sdpa": Sdpa}
-"""Those of the two streams; `reference` has no streams (`engine.py`)."""
+class Flash:
+    """flash-attn: real slots of all documents in one call, prefixes by its kernel."""
+
+    name = "flash"
+
+    def real_slots(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None) -> Tensor:
+        return documents(q, k, v, spans, window)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, prefix: SharedPrefix, own: Own | None = None) -> Tensor:
+        return attend(q, k, v, prefix, FlashAttn(), own)
+
+
+class Flex:
+    """flex_attention: every row's keys as intervals, one softmax over prefix and own chain together."""
+
+    name = "flex"
+
+    def __init__(self) -> None:
+        self.plans = Plans()
+
+    def real_slots(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None) -> Tensor:
+        return self.plans.of_documents(spans, window, q).attend(q, k.transpose(0, 1), v.transpose(0, 1))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, prefix: SharedPrefix, own: Own | None = None) -> Tensor:
+        own_k, own_v, chains = own or (None, None, None)
+        return self.plans.of_prefix(prefix, chains, k.shape[1]).attend(q, k, v, own_k, own_v)
+
+
+BACKENDS: dict[str, type[Backend]] = {"sdpa": Sdpa, "flash": Flash, "flex": Flex}
+"""Those of the two streams."""
 
 
 def backend_for(name: str) -> Backend:
-    """The backend of a name other than `reference` and `auto`."""
+    """The backend of a name other than `reference` and `auto`, for one batch."""
     return BACKENDS[name]()

@@ -195,6 +195,10 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out * mine + other * theirs, whole
 
 
+CANDIDATES: dict[str, list[type[Any]]] = {"cpu": [FusedCPU], "cuda": [FlashCUDA, EfficientCUDA]}
+"""By kind of device, fastest first."""
+
+
 @dataclass(frozen=True)
 class Chosen:
     """A kernel that was proven on a device, and the faster ones that were not taken, with the reason."""
@@ -210,11 +214,10 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Chose
 
 @cache
 def _kernel_for(kind: str, index: int | None, dtype: torch.dtype, head_dim: int) -> Chosen:
-    candidates: dict[str, list[type[Any]]] = {"cpu": [FusedCPU], "cuda": [FlashCUDA, EfficientCUDA]}
     refused: list[str] = []
-    for candidate in candidates.get(kind, []):
+    for candidate in CANDIDATES.get(kind, []):
         kernel: Kernel = candidate()
-        fault = _fault(
+        fault = fault_of(
             kernel, torch.device(kind, index) if index is not None else torch.device(kind), dtype, head_dim
         )
         if fault is None:
@@ -223,7 +226,7 @@ def _kernel_for(kind: str, index: int | None, dtype: torch.dtype, head_dim: int)
     return Chosen(Tiled(), tuple(refused))
 
 
-def _fault(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def fault_of(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """What is wrong with a kernel here; None if it equals `tiled`, merged values in the backward included."""
     generator = torch.Generator().manual_seed(0)
 

@@ -42,6 +42,7 @@ class Block:
     rows: tuple[int, int]
     clear: tuple[int, int]  # keys that every row sees
     edges: tuple[tuple[int, int], ...]  # keys that some rows see
+    document: int  # its first real slot
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _block(anchor: Tensor, depth: Tensor, first: int, start: int, stop: int, win
         clear = (first, first)
     else:
         edges = [(begin, clear[0]), (low, high + 1)]
-    return Block((start, stop), clear, tuple(edge for edge in edges if edge[0] < edge[1]))
+    return Block((start, stop), clear, tuple(edge for edge in edges if edge[0] < edge[1]), first)
 
 
 def attend(

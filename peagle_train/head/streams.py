@@ -89,16 +89,21 @@ class RealStream:
 
 def groups_of(head: DrafterHead, batch: PackedBatch, rows: int | None) -> list[Group]:
     """Cuts a batch into groups of at most `rows` mask slots (None: one group), but one chain at least."""
+    return cut(set(head.config.windows), batch, rows)
+
+
+def cut(windows: set[int | None], batch: PackedBatch, rows: int | None) -> list[Group]:
+    """`groups_of` a head whose layers have these windows."""
     table, limit = batch.chains, rows or max(batch.num_mask_slots, 1)
     ends, cuts = torch.cumsum(table.masks, 0), [0]
     while cuts[-1] < len(ends):
         taken = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
         fitting = int(torch.searchsorted(ends, taken + limit, right=True))
         cuts.append(max(fitting, cuts[-1] + 1))
-    return [_group(head, batch, ends, a, b) for a, b in pairwise(cuts)]
+    return [_group(windows, batch, ends, a, b) for a, b in pairwise(cuts)]
 
 
-def _group(head: DrafterHead, batch: PackedBatch, ends: Tensor, a: int, b: int) -> Group:
+def _group(windows: set[int | None], batch: PackedBatch, ends: Tensor, a: int, b: int) -> Group:
     table, device = batch.chains, batch.positions.device
     first, last = (int(ends[a - 1]) if a else 0), int(ends[b - 1])
     chains = len(table.anchor)
@@ -113,7 +118,6 @@ def _group(head: DrafterHead, batch: PackedBatch, ends: Tensor, a: int, b: int) 
         for (slot, _), (start, end) in zip(batch.slot_spans, batch.mask_spans, strict=True)
         if max(start, first) < min(end, last)
     ]
-    windows = set(head.config.windows)
     prefixes = {window: shared_prefix(anchor, depth, spans, window, device) for window in windows}
     lengths = {window: depth if window is None else depth.clamp(max=window) for window in windows}
     own = {w: OwnChains(1, n.to(device), int(n.max()) if len(n) else 1) for w, n in lengths.items()}
@@ -155,7 +159,7 @@ def real_stream(head: DrafterHead, batch: PackedBatch, backend: Backend) -> Real
         keys.append(k.transpose(0, 1))
         values.append(v.transpose(0, 1))
         if last:
-            prefix = _trained_prefix(batch, window)
+            prefix = trained_prefix(batch, window)
             mixed = backend.attend(q, keys[-1], values[-1], prefix)
         else:
             mixed = backend.real_slots(q, k, v, batch.slot_spans, window)
@@ -163,7 +167,7 @@ def real_stream(head: DrafterHead, batch: PackedBatch, backend: Backend) -> Real
     return RealStream(residual, tuple(keys), tuple(values), mask_row)
 
 
-def _trained_prefix(batch: PackedBatch, window: int | None) -> SharedPrefix:
+def trained_prefix(batch: PackedBatch, window: int | None) -> SharedPrefix:
     """Who the trained real slots see in the last layer."""
     anchor = batch.chains.anchor
     bounds = torch.searchsorted(anchor, torch.tensor([end for _, end in batch.slot_spans])).tolist()
