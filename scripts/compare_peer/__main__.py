@@ -182,14 +182,19 @@ def _best(side: str, learned: list[Learned]) -> dict[str, Any]:
 
 
 def _print_trainings(learned: list[Learned], seconds: float, console: Console) -> None:
-    table = Table(title=f"{seconds:g} CPU-seconds each: acceptance length (95 % over prompts)")
+    table = Table(title=f"{seconds:g} CPU-seconds each: acceptance length, 95 % over prompts")
     names = list(learned[0][2])
-    for column in ("side", "", "rate", "seed", "trained", "steps", *names):
-        table.add_column(column, justify="left" if column in ("side", "") else "right")
+    for column in ("side", "optimizer\ntables", "rate", "seed", "trained\n(M)", "steps", *names):
+        kind = "left" if column.startswith(("side", "optimizer")) else "right"
+        table.add_column(column, justify=kind)
     for job, done, counts in learned:
-        figures = (f"{job.rate:g}", str(job.seed), f"{done['trained'] / 1e6:.1f} M", f"{done['steps']:,}")
-        what = f"{job.optimizer}\nembeddings {job.embeddings}"
-        table.add_row(job.side, what, *figures, *(_with_interval(counts[name]) for name in names))
+        figures = (f"{job.rate:g}", str(job.seed), f"{done['trained'] / 1e6:.1f}", f"{done['steps']:,}")
+        table.add_row(
+            job.side,
+            f"{job.optimizer}\n{job.embeddings}",
+            *figures,
+            *(_with_interval(counts[name]) for name in names),
+        )
     console.print(table)
 
 
@@ -202,7 +207,7 @@ def _print_best(best: dict[str, dict[str, Any]], console: Console) -> None:
             continue  # it chose
         peer = best["peer"]["counts"][name]
         low, high = interval(ours, peer)
-        ratio = f"{length(ours) / length(peer):.3f}\n({low:.3f}–{high:.3f})"
+        ratio = f"{length(ours) / length(peer):.3f}\n{low:.3f}–{high:.3f}"
         figures = (str(len(ours)), _with_interval(ours), _with_interval(peer), ratio, f"≥ {ASKED}")
         table.add_row(name, *figures)
     console.print(table)
@@ -212,7 +217,7 @@ def _print_best(best: dict[str, dict[str, Any]], console: Console) -> None:
 
 def _with_interval(counts: Tensor) -> str:
     low, high = interval(counts)
-    return f"{length(counts):.3f}\n({low:.2f}–{high:.2f})"
+    return f"{length(counts):.3f}\n{low:.2f}–{high:.2f}"
 
 
 if __name__ == "__main__":
