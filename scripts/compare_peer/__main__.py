@@ -38,7 +38,7 @@ VALIDATION = "validation"
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
-    console = Console()
+    console = Console(width=max(100, Console().width))  # the tables are that wide
     try:
         with Run.open(options.recipe, options.overrides) as run:
             for stage in ("prepare", "extract"):

@@ -75,7 +75,7 @@ def main() -> None:
     options = _options()
     frozen = options.freeze
     shape = Shape(train_embeddings="embeddings" not in frozen, train_output="output" not in frozen)
-    console = Console()
+    console = Console(width=max(100, Console().width))  # the tables are that wide
     ours = SideProcess(sys.executable, "ours")
     peer = SideProcess(options.peer_python, "peer") if options.sizes else None
     sides = [side for side in (ours, peer) if side is not None]
