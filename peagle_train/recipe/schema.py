@@ -227,7 +227,7 @@ class CodSection(Section):
 
 
 class TrainSection(Section):
-    """How the head learns. Training counts steps, never seconds."""
+    """How the head learns. Training counts steps, never seconds, unless `max_hours` ends it."""
 
     positions: Count = Field(
         default=8,
@@ -263,6 +263,24 @@ class TrainSection(Section):
         default=100, description="steps between measurements of held-out acceptance"
     )
     checkpoint_every: Count = Field(default=100, description="steps between checkpoints to resume from")
+    keep_checkpoints: Count = Field(default=2, description="the newest ones that are kept")
+    patience: Count | None = Field(
+        default=None,
+        description="training ends after so many validations without a better acceptance; left out: never",
+    )
+    max_hours: Positive | None = Field(
+        default=None,
+        description="training ends after so many hours, those before a stop too, with a last validation; "
+        "left out: never",
+    )
+    on_spike: Literal["warn", "skip", "stop"] = Field(
+        default="warn",
+        description="a loss or a gradient far from those of the last 100 steps: say so; take no such step; "
+        "stop before it",
+    )
+    skip_bad_rows: bool = Field(
+        default=False, description="leave rows out whose stored states hold NaN or Inf; otherwise refuse them"
+    )
 
 
 class TrackSection(Section):
