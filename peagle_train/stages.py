@@ -281,10 +281,13 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 
 def set_aside(directory: Path, why: str, console: Console) -> None:
-    """Gives a stage's folder another name, so that its work begins anew; without a folder does nothing."""
+    """Gives a stage's folder another name, so that its work begins anew; without a folder does nothing.
+
+    Its user has done with it: unlike one that other inputs pushed aside, it is never taken back.
+    """
     if directory.is_dir():
         record = read_record(directory)
-        _set_aside(directory, record.fingerprint[:8] if record else "unknown", why, console)
+        _set_aside(directory, f"anew-{record.fingerprint[:8] if record else 'unknown'}", why, console)
 
 
 def reopen(directory: Path) -> None:

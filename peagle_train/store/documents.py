@@ -33,5 +33,5 @@ def trainable_rows(store: StateStore, set_name: str) -> list[int]:
     return [
         info.row
         for info in store.info(set_name)
-        if info.supervised > 1 and bool(trainable_depths(store.read(info.row).loss_mask).any())
+        if info.supervised > 1 and bool(trainable_depths(store.loss_mask(info.row)).any())
     ]

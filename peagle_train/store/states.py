@@ -235,24 +235,15 @@ class StateStore:
         Raises PeagleError for an unknown index, CorruptError for an unreadable shard, NotFiniteError for
         states that hold NaN or Inf.
         """
-        info = self._info.get(row)
-        if info is None:
-            raise PeagleError(f"{self.directory}: no row {row}; it holds {len(self)} rows")
-        path = self.directory / info.shard
-        try:
-            if info.shard not in self._open:
-                self._prove(info.shard)
-                self._open[info.shard] = safe_open(path, framework="pt")
-            tensors = {
-                name: self._open[info.shard].get_tensor(f"{row:06d}.{name}")
-                for name in ("token_ids", "loss_mask", "aux", "last")
-            }
-        except (SafetensorError, OSError) as error:
-            raise CorruptError(f"{path}: damaged: {error}; {_cure(self.directory)}") from error
+        info, tensors = self._tensors(row, "token_ids", "loss_mask", "aux", "last")
         for name in ("aux", "last"):
             if not all(math.isfinite(value) for value in torch.aminmax(tensors[name])):
                 raise NotFiniteError(self._not_finite(info, name, tensors[name]))
         return StateRow(row, info.set, info.id, prompt_length=info.prompt_length, **tensors)
+
+    def loss_mask(self, row: int) -> Tensor:
+        """[n] bool, the loss mask of a row without its states; raises as `read`."""
+        return self._tensors(row, "loss_mask")[1]["loss_mask"]
 
     def info_of(self, row: int) -> RowInfo:
         """What is known of one row."""
@@ -279,6 +270,20 @@ class StateStore:
         """Reads everything and compares every checksum; raises CorruptError naming the shard."""
         for shard in self._shards:
             self._prove(shard["file"])
+
+    def _tensors(self, row: int, *names: str) -> tuple[RowInfo, dict[str, Tensor]]:
+        info = self._info.get(row)
+        if info is None:
+            raise PeagleError(f"{self.directory}: no row {row}; it holds {len(self)} rows")
+        path = self.directory / info.shard
+        try:
+            if info.shard not in self._open:
+                self._prove(info.shard)
+                self._open[info.shard] = safe_open(path, framework="pt")
+            shard = self._open[info.shard]
+            return info, {name: shard.get_tensor(f"{row:06d}.{name}") for name in names}
+        except (SafetensorError, OSError) as error:
+            raise CorruptError(f"{path}: damaged: {error}; {_cure(self.directory)}") from error
 
     def _not_finite(self, info: RowInfo, name: str, states: Tensor) -> str:
         bad = (~torch.isfinite(states)).any(-1).nonzero()[:, 0].tolist()
