@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from peagle_train.recipe.schema import TrainSection
-from peagle_train.training.checkpoint import Standing
+from peagle_train.training.checkpoint import Standing, last_recorded
+from peagle_train.training.resume import CHECKPOINTS
 
 
 def why_ended(standing: Standing, section: TrainSection) -> str | None:
@@ -20,3 +23,9 @@ def why_ended(standing: Standing, section: TrainSection) -> str | None:
             f"{standing.step} of {section.steps} steps: {standing.seconds / 3600:.2f} hours (train.max_hours)"
         )
     return None
+
+
+def steps_taken(directory: Path, section: TrainSection) -> int:
+    """Steps of a finished training, for reports. directory: training/."""
+    saved = last_recorded(directory / CHECKPOINTS)
+    return section.steps if saved is None else saved.standing.step

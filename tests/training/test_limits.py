@@ -17,9 +17,10 @@ from peagle_train.cli import app
 from peagle_train.errors import StaleError
 from peagle_train.files import read_json, write_json
 from peagle_train.head.acceptance import Acceptance
+from peagle_train.recipe.schema import TrainSection
 from peagle_train.training import validation
 from peagle_train.training.checkpoint import checkpoints, last_recorded
-from peagle_train.training.ending import why_ended
+from peagle_train.training.ending import steps_taken, why_ended
 from peagle_train.training.loop import Loop
 from peagle_train.training.stage import FREE
 from tests.training.conftest import Made
@@ -173,6 +174,7 @@ def test_a_recipes_limits_end_it_and_wider_ones_take_it_further(
         patch.setattr("peagle_train.training.loop.time.monotonic", lambda: now() + 3600 * hours)
         result = train_here(recipe, "limited", "train.max_hours=5")
         assert "5 of 12 steps: 5.00 hours (train.max_hours) on 8 rows" in result.message
+        assert steps_taken(training, TrainSection(steps=12)) == 5
         log = log_of(training)
         assert log[-1]["step"] == 5 and "validation" in log[-1]  # measured where it ended
         assert train_here(recipe, "limited", "train.max_hours=5").skipped
