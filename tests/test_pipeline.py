@@ -49,7 +49,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train": {
             "positions": 5,
             "steps": 12,
-            "batch_rows": 4,
+            "batch_tokens": 128,
+            "accumulate": 2,
             "learning_rate": 2e-3,
             "precision": "fp32",
             "validate_every": 6,
@@ -203,7 +204,7 @@ def test_stages_out_of_order_name_the_one_to_run(recipe: Path) -> None:
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_training_stage_under_a_launcher(done: dict, recipe: Path, processes: int) -> None:
     """One process trains the same head as `peagle train`; two share each step's rows."""
-    name, rows = f"launched{processes}", 4 // processes
+    name = f"launched{processes}"
     runs = recipe.parent / "runs"
     (runs / name).mkdir()
     for stage in ("answers", "states"):
@@ -221,7 +222,7 @@ def test_the_training_stage_under_a_launcher(done: dict, recipe: Path, processes
             "peagle_train.training",
             str(recipe),
             f"name={name}",
-            f"train.batch_rows={rows}",
+            f"train.accumulate={2 // processes}",
         ],
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
         capture_output=True,

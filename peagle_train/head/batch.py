@@ -37,8 +37,24 @@ class Document:
 
 
 @dataclass(frozen=True)
+class ChainTable:
+    """What must be known of a batch to plan its work; always on the CPU, so planning never waits for a GPU.
+
+    anchor [A] row of each trained chain's real slot, rising; masks [A] mask slots that follow it;
+    output_row [E] as in the batch.
+    """
+
+    anchor: Tensor
+    masks: Tensor
+    output_row: Tensor
+
+
+@dataclass(frozen=True)
 class PackedBatch:
-    """The tensors of one step. T real slots, M mask slots, E supervised elements, P target outputs."""
+    """The tensors of one step. T real slots, M mask slots, E supervised elements, P target outputs.
+
+    The elements are the A real slots that carry loss, then all mask slots.
+    """
 
     token_ids: Tensor  # [T] embedded by each real slot
     step_token_ids: Tensor  # [M] x[a + d + 1]: embedded by eagle3's steps, unused by peagle
@@ -49,10 +65,11 @@ class PackedBatch:
     depth: Tensor  # [T + M] 0 for real slots
     supervised: Tensor  # [E] rows that carry loss, ordered by row
     labels: Tensor  # [E] target token ids
-    last: Tensor  # [P, TH] target states whose output is some element's label distribution
+    last: Tensor  # [P, TH] target states, each of which gives some element its label's distribution
     output_row: Tensor  # [E] row of `last` for each supervised element
     slot_spans: tuple[tuple[int, int], ...]  # per document: its real slots
     mask_spans: tuple[tuple[int, int], ...]  # per document: its mask slots, counted from 0 within the M
+    chains: ChainTable
 
     @property
     def num_slots(self) -> int:
@@ -87,7 +104,7 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
     token_ids, step_token_ids, aux, slot_positions, slot_document, depth0 = [], [], [], [], [], []
     mask_positions, mask_document, mask_anchor, mask_depth = [], [], [], []
     slot_labels, mask_labels, slot_outputs, mask_outputs, last = [], [], [], [], []
-    slot_spans, mask_spans = [], []
+    slot_spans, mask_spans, chain_masks = [], [], []
     slots = masks = outputs = 0
     for index, doc in enumerate(documents):
         anchors = torch.nonzero(doc.kept)[:, 0]
@@ -95,7 +112,7 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
             slot_spans.append((slots, slots))
             mask_spans.append((masks, masks))
             continue
-        first, length = int(anchors[0]), int(anchors[-1]) + 1
+        length = int(anchors[-1]) + 1
         # The mask slots of each anchor: kept - 1 of them, at depths 1, 2, ...
         extra = (doc.kept[anchors] - 1).clamp(min=0)
         owner = torch.repeat_interleave(anchors, extra)
@@ -108,23 +125,23 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
         slot_positions.append(torch.arange(length))
         slot_document.append(torch.full((length,), index))
         depth0.append(slots + anchors)
+        chain_masks.append(extra)
         mask_positions.append(owner + deep)
         mask_document.append(torch.full_like(owner, index))
         mask_anchor.append(slots + owner)
         mask_depth.append(deep)
 
-        # Target outputs first + 1 .. deepest + 1 are needed, each once for all depths that share it.
-        base = first + TARGET_OUTPUT
-        final = max(length - 1, int((owner + deep).max()) if owner.numel() else 0) + TARGET_OUTPUT
-        last.append(doc.last[base : final + 1])
+        # Each target output once for all depths that share it, and none that no element needs.
+        needed, row = torch.unique(torch.cat([anchors, owner + deep]), return_inverse=True)
+        last.append(doc.last[needed + TARGET_OUTPUT])
         slot_labels.append(doc.token_ids[anchors + PREDICTED])
         mask_labels.append(doc.token_ids[owner + deep + PREDICTED])
-        slot_outputs.append(outputs + anchors + TARGET_OUTPUT - base)
-        mask_outputs.append(outputs + owner + deep + TARGET_OUTPUT - base)
+        slot_outputs.append(outputs + row[: len(anchors)])
+        mask_outputs.append(outputs + row[len(anchors) :])
 
         slot_spans.append((slots, slots + length))
         mask_spans.append((masks, masks + owner.shape[0]))
-        slots, masks, outputs = slots + length, masks + owner.shape[0], outputs + final + 1 - base
+        slots, masks, outputs = slots + length, masks + owner.shape[0], outputs + len(needed)
     if slots == 0:
         raise ValueError(
             "no document of the batch has a supervised element; such rows are left out beforehand"
@@ -139,6 +156,7 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
         slot_positions.append(torch.zeros(padding, dtype=torch.int64))
         slot_document.append(torch.full((padding,), -1))
     total = slots + padding
+    chain_anchor, output_row = torch.cat(depth0), torch.cat(slot_outputs + mask_outputs)
     return PackedBatch(
         token_ids=torch.cat(token_ids),
         step_token_ids=torch.cat(step_token_ids),
@@ -147,10 +165,11 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
         document=torch.cat(slot_document + mask_document),
         anchor=torch.cat([torch.arange(total), *mask_anchor]),
         depth=torch.cat([torch.zeros(total, dtype=torch.int64), *mask_depth]),
-        supervised=torch.cat([*depth0, total + torch.arange(masks)]),
+        supervised=torch.cat([chain_anchor, total + torch.arange(masks)]),
         labels=torch.cat(slot_labels + mask_labels),
         last=torch.cat(last),
-        output_row=torch.cat(slot_outputs + mask_outputs),
+        output_row=output_row,
         slot_spans=tuple(slot_spans),
         mask_spans=tuple(mask_spans),
+        chains=ChainTable(chain_anchor, torch.cat(chain_masks), output_row),
     )

@@ -10,8 +10,9 @@ slots apart. `HeadConfig` says which options exist: norms before `fc`, the resid
 hidden_norm, norms on queries and keys, biases, windows. Parameter names are vLLM's tensor names, so
 exporting renames nothing.
 
-The forward is written once. Training, the slow reference mask, KV-cached drafting and EAGLE-3's unroll
-differ only in the attention objects they hand in (`attention.py`, `session.py`).
+A layer is written once; who walks through the layers differs in the attention: the slow mask of the rule,
+KV-cached drafting and EAGLE-3's unroll hand an attention object to `body`, training walks in two streams
+(`streams.py`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from peagle_train.head.attention import Attention, ChainAttention
+from peagle_train.head.attention import Attention
 from peagle_train.head.batch import PackedBatch
 from peagle_train.head.config import HeadConfig
+from peagle_train.head.fused import gated_down, rms_norm, rotate
+from peagle_train.head.streams import one_pass
 from peagle_train.head.unroll import UnrollAttention, unroll
 
 
@@ -38,15 +40,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return normed.to(x.dtype) * self.weight
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [N, heads, D] by the angles of its rows."""
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -72,14 +66,16 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(self.dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.dim, config.rms_norm_eps)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [N, Hq, D], k and v [N, Hkv, D], not yet rotated."""
+    def queries(self, x: Tensor) -> Tensor:
+        """[N, Hq, D], not yet rotated."""
         q = self.q_proj(x).unflatten(-1, (self.heads, self.dim))
+        return q if self.q_norm is None else self.q_norm(q)
+
+    def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """k (not yet rotated) and v, [N, Hkv, D]."""
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        return k if self.k_norm is None else self.k_norm(k), v
 
 
 class MLP(nn.Module):
@@ -92,7 +88,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return gated_down(self.gate_proj(x), self.up_proj(x), self.down_proj.weight)
 
 
 class Layer(nn.Module):
@@ -107,6 +103,18 @@ class Layer(nn.Module):
         self.self_attn = SelfAttention(config, config.hidden_size * (2 if wide else 1))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.norm_before_residual = config.norm_before_residual
+
+    def enter(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Layer 0: what attention reads [U, 2H], and the residual stream [U, H], of input rows [U, H]."""
+        state = self.hidden_norm(hidden)
+        x = torch.cat([self.input_layernorm(embeddings), state], -1)
+        return x, state if self.norm_before_residual else hidden
+
+    def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
+        """The residual stream [N, H] behind the layer, from that before it and attention's [N, Hq, D]."""
+        residual = residual + self.self_attn.o_proj(mixed.flatten(-2))
+        return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
 class DrafterHead(nn.Module):
@@ -215,23 +223,20 @@ class DrafterHead(nn.Module):
         Returns:
             [E or N, H], the residual stream: `logits` reads it, eagle3 feeds it back (`next_state`).
         """
-        cos, sin = self._turns(positions, hidden.dtype)
+        cos, sin = self.turns(positions, hidden.dtype)
         residual = hidden
         for index, (layer, attend) in enumerate(zip(self.blocks, attentions, strict=True)):
             if index == 0:
-                state = layer.hidden_norm(hidden)
-                residual = state if self.config.norm_before_residual else hidden
-                x = torch.cat([layer.input_layernorm(embeddings), state], -1)
+                x, residual = layer.enter(embeddings, hidden)
             else:
                 x = layer.input_layernorm(residual)
-            q, k, v = layer.self_attn.project(x)
+            q, (k, v) = layer.self_attn.queries(x), layer.self_attn.keys_and_values(x)
             if index == 0 and spread is not None:
                 q, k, v, residual = q[spread], k[spread], v[spread], residual[spread]
-            mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2)
+            mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
             if index == len(self.layers) - 1 and rows is not None:
                 mixed, residual = mixed[rows], residual[rows]
-            residual = residual + layer.self_attn.o_proj(mixed)
-            residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
+            residual = layer.finish(residual, mixed)
         return residual
 
     def logits(self, residual: Tensor) -> Tensor:
@@ -246,16 +251,17 @@ class DrafterHead(nn.Module):
         """The residual stream [E, H] of the batch's supervised elements, ready for `logits`.
 
         Whoever calls need not know the method: one pass for all depths, or eagle3's unroll (`unroll.py`).
+        Training calls the streams in groups instead (`engine.py`).
 
         Args:
             batch: rows and kept chains.
-            attention: builds the attention of one window; None: the method's own.
+            attention: computes every row by itself, with the attention this builds from (batch, window);
+                None: two streams (`streams.py`).
         """
         if self.config.method == "eagle3":
             return unroll(self, batch, attention or UnrollAttention)
-        return self._one_pass(batch, attention or ChainAttention)
-
-    def _one_pass(self, batch: PackedBatch, attention: Callable[..., Attention]) -> Tensor:
+        if attention is None:
+            return one_pass(self, batch)
         attend = {window: attention(batch, window) for window in set(self.config.windows)}
         embeddings, hidden = self.embed(batch.token_ids, batch.aux, mask_slots=batch.num_mask_slots > 0)
         slots = batch.num_slots
@@ -263,7 +269,7 @@ class DrafterHead(nn.Module):
         attentions = [attend[window] for window in self.config.windows]
         return self.body(embeddings, hidden, batch.positions, attentions, spread, batch.supervised)
 
-    def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of positions [N], each [N, 1, D/2], computed in at least float32.
 
         Frequencies are float32, as the server computes them, whatever the head's dtype: rounded to

@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from peagle_train.head.attention import Attention, prefix_and_chain, real_slots
+from peagle_train.head.attention import Attention
+from peagle_train.head.backends import real_slots
 from peagle_train.head.batch import PackedBatch
+from peagle_train.head.kernels import kernel_for
+from peagle_train.head.prefix import SharedPrefix, attend, shared_prefix
 
 if TYPE_CHECKING:
     from peagle_train.head.model import DrafterHead
@@ -35,6 +38,7 @@ class Step:
     rows: Tensor  # [C] their rows in the batch, rising
     previous: Tensor  # [C] which element of the depth before each follows
     spans: tuple[tuple[int, int], ...]  # per document: its elements
+    anchor: Tensor  # [C] rows of their anchors, on the CPU
 
 
 def unroll(head: DrafterHead, batch: PackedBatch, attention: Callable[..., Attention]) -> Tensor:
@@ -78,7 +82,8 @@ def steps_of(batch: PackedBatch) -> tuple[Step, ...]:
         mine = rows[taken : taken + ends[-1]]
         # The rows of a chain are neighbours; its first one follows the anchor's real slot.
         follows = batch.anchor[mine] if first == 0 else mine - 1
-        steps.append(Step(mine, torch.searchsorted(before, follows), tuple(pairwise(ends))))
+        anchor = batch.chains.anchor[batch.chains.masks > first // documents]
+        steps.append(Step(mine, torch.searchsorted(before, follows), tuple(pairwise(ends)), anchor))
         before, taken = mine, taken + ends[-1]
     return tuple(steps)
 
@@ -92,7 +97,7 @@ class UnrollAttention:
     def __init__(self, batch: PackedBatch, window: int | None, steps: Sequence[Step]):
         self.batch, self.window, self.steps = batch, window, steps
         self.depth = 0
-        self.slot_k: Tensor | None = None  # [T, Hkv, D]
+        self.slot_k: Tensor | None = None  # [Hkv, T, D]
         self.slot_v: Tensor | None = None
         self.chain_k: Tensor | None = None  # [C, depth, Hkv, D], rotated
         self.chain_v: Tensor | None = None
@@ -100,30 +105,21 @@ class UnrollAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         depth, self.depth = self.depth, self.depth + 1
         if self.slot_k is None or self.slot_v is None:
-            self.slot_k, self.slot_v = k, v
+            self.slot_k, self.slot_v = k.transpose(0, 1), v.transpose(0, 1)
             return real_slots(q, k, v, self.batch.slot_spans, self.window)
         step = self.steps[depth - 1]
         self.chain_k = _longer(self.chain_k, k, step)
         self.chain_v = _longer(self.chain_v, v, step)
-        anchor = self.batch.anchor[step.rows, None]
         back = torch.arange(depth - 1, -1, -1, device=q.device)[None]
         outside = torch.zeros_like(back, dtype=torch.bool) if self.window is None else back >= self.window
-        outputs = []
-        for (first, last), (start, end) in zip(self.batch.slot_spans, step.spans, strict=True):
-            if end == start:
-                continue
-            slot = torch.arange(first, last, device=q.device)
-            unseen = slot > anchor[start:end]
-            if self.window is not None:
-                unseen = unseen | (anchor[start:end] + depth - slot >= self.window)
-            outputs.append(
-                prefix_and_chain(
-                    q[start:end],
-                    (self.slot_k[first:last], self.slot_v[first:last], unseen),
-                    (self.chain_k[start:end], self.chain_v[start:end], outside),
-                )
-            )
-        return torch.cat(outputs)
+        kernel = kernel_for(q.device, q.dtype, q.shape[-1]).kernel
+        prefix = self._prefix(step, depth, q.device)
+        return attend(q, self.slot_k, self.slot_v, self.chain_k, self.chain_v, outside, prefix, kernel)
+
+    def _prefix(self, step: Step, depth: int, device: torch.device) -> SharedPrefix:
+        slots = [first for first, _ in self.batch.slot_spans]
+        documents = list(zip(slots, step.spans, strict=True))
+        return shared_prefix(step.anchor, torch.full_like(step.anchor, depth), documents, self.window, device)
 
 
 def _starts(batch: PackedBatch) -> Tensor:

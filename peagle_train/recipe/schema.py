@@ -241,8 +241,11 @@ class TrainSection(Section):
         default="kl", description="kl: the target's distribution over the draft vocabulary; ce: its tokens"
     )
     steps: Count = Field(description="optimizer steps")
-    batch_rows: Count = Field(default=8, description="rows per micro-batch and process")
-    accumulate: Count = Field(default=1, description="micro-batches per step")
+    batch_tokens: Count = Field(
+        default=8192,
+        description="most tokens of a micro-batch, rows are packed into it; a longer row has one of its own",
+    )
+    accumulate: Count = Field(default=1, description="micro-batches per step and process")
     learning_rate: Positive = Field(default=1e-4, description="highest rate, reached after the warm-up")
     warmup_steps: Index = Field(default=0, description="steps in which the rate rises from zero")
     decay: Literal["linear", "cosine", "constant"] = Field(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from peagle_train.head.alignment import trainable_depths
 from peagle_train.head.batch import Document
 from peagle_train.head.sampling import document_generator, full_depths, sample_depths
@@ -30,8 +32,11 @@ class Documents:
 
 def trainable_rows(store: StateStore, set_name: str) -> list[int]:
     """Rows of a set with at least one trainable chain: a generated token after the first of its turn."""
-    return [
-        info.row
-        for info in store.info(set_name)
-        if info.supervised > 1 and bool(trainable_depths(store.loss_mask(info.row)).any())
-    ]
+    rows = [info.row for info in store.info(set_name) if info.supervised > 1]
+    return [row for row, slots in zip(rows, slot_counts(store, rows), strict=True) if slots]
+
+
+def slot_counts(store: StateStore, rows: Sequence[int]) -> list[int]:
+    """Real slots of each row, up to its last trainable anchor (0: none); read without hidden states."""
+    anchors = (trainable_depths(store.loss_mask(row)).nonzero() for row in rows)
+    return [int(a[-1]) + 1 if len(a) else 0 for a in anchors]

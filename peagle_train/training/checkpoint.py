@@ -25,15 +25,14 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from peagle_train.errors import CorruptError
 from peagle_train.files import (
@@ -48,6 +47,7 @@ from peagle_train.head.io import DESCRIPTION, WEIGHTS, load_head, save_head
 from peagle_train.head.model import DrafterHead
 from peagle_train.tensors import load_tensors, save_tensors
 from peagle_train.training.together import everywhere, on_main
+from peagle_train.training.wrapped import trained
 from peagle_train.versions import versions
 
 FORMAT = "peagle-checkpoint-2"
@@ -209,32 +209,13 @@ def require_room_to_train(directory: Path, head: DrafterHead, keep: int) -> None
 
     That are `keep` checkpoints and one that is being written, the best head and one that replaces it.
     """
-    trained = sum(p.nbytes for _, p in _trained(head))
+    moments = 2 * sum(p.nbytes for _, p in trained(head))  # AdamW keeps two for each weight
     weights = _bytes(head.state_dict())
-    peak = (keep + 1) * (weights + 2 * trained) + 2 * weights  # AdamW keeps two moments
+    peak = (keep + 1) * (weights + moments) + 2 * weights
     there = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     require_room(
         directory, max(0, peak - there), f"training ({keep} checkpoints, the best head, one of each more)"
     )
-
-
-def optimizer_tensors(head: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by `parameter|name`, in full precision, on the CPU."""
-    return {
-        f"{name}|{key}": value.detach().cpu().contiguous()
-        for name, parameter in _trained(head)
-        for key, value in optimizer.state[parameter].items()
-    }
-
-
-def load_optimizer(head: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Puts back what `optimizer_tensors` gave."""
-    for name, parameter in _trained(head):
-        optimizer.state[parameter] = {
-            key.removeprefix(f"{name}|"): value.to(parameter.device)
-            for key, value in tensors.items()
-            if key.startswith(f"{name}|")
-        }
 
 
 def last_good(directory: Path) -> str:
@@ -289,7 +270,3 @@ def _entry(file: Path) -> dict[str, Any]:
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _trained(head: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in head.named_parameters() if p.requires_grad)

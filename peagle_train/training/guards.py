@@ -15,23 +15,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
-from torch import nn
+from accelerate import Accelerator
+from torch import Tensor
 
 from peagle_train.errors import PeagleError
 from peagle_train.store.states import StateStore
 from peagle_train.training.together import everywhere
 
 NOT_FINITE = "not finite"
-WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""Ways to distribute that leave every process all weights."""
-
 WINDOW = 100
 LEAST = 20
 LOSS_MADS, LOSS_SHARE = 10.0, 1.1
@@ -83,20 +80,19 @@ class Culprits:
 
 
 def culprits(
-    accelerator: Accelerator, rows: Sequence[int], loss_of: Callable[[int], float], store: StateStore
+    accelerator: Accelerator, rows: Sequence[int], loss_of: Callable[[int], float] | None, store: StateStore
 ) -> Culprits:
     """Looks for the row that a step went wrong by; every process calls it with its own rows.
 
     Args:
-        loss_of: the mean loss of a row's elements under the present weights. It must need no other process,
-            so it is not called where the weights are spread over them.
+        loss_of: the mean loss of a row's elements under the present weights. It must need no other process:
+            None where the weights are spread over them.
     """
-    alone = accelerator.distributed_type in WHOLE
     with torch.no_grad():
-        mine = [(loss_of(row) if alone else 0.0, row) for row in rows]
+        mine = [(0.0 if loss_of is None else loss_of(row), row) for row in rows]
     found = [pair for part in everywhere(accelerator, lambda: mine) for pair in part]
     numbers = sorted(row for _, row in found)
-    if not alone:
+    if loss_of is None:
         return Culprits(numbers, "")
     # NaN is worse than any number.
     loss, row = max(found, key=lambda pair: (math.isnan(pair[0]), pair[0], -pair[1]))
@@ -106,13 +102,13 @@ def culprits(
     )
 
 
-def refuse_nonfinite_weights(module: nn.Module, step: int, untouched: str) -> None:
+def refuse_nonfinite_weights(weights: Mapping[str, Tensor], step: int, untouched: str) -> None:
     """Raises PeagleError if a weight is NaN or infinite: such a head is neither kept as best nor saved.
 
     untouched: where the user finds what is good, in words.
     """
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise PeagleError(
                 f"step {step}: {name} is {NOT_FINITE} any more. Nothing was overwritten; {untouched}. Try a "
                 "lower train.learning_rate, or train.precision: fp32."

@@ -15,7 +15,6 @@ import json
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,25 +22,23 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from torch import nn
 
 from peagle_train.errors import PeagleError
 from peagle_train.head.batch import PackedBatch, pack
-from peagle_train.head.loss import count_elements
-from peagle_train.head.model import DrafterHead
 from peagle_train.recipe.schema import TrainSection
-from peagle_train.store.documents import Documents
+from peagle_train.store.documents import Documents, slot_counts
 from peagle_train.training import checkpoint, validation
 from peagle_train.training.bar import bar
 from peagle_train.training.checkpoint import Standing
-from peagle_train.training.data import Draw, Stream
+from peagle_train.training.data import Draw, Stream, in_order
 from peagle_train.training.ending import why_ended
 from peagle_train.training.guards import NOT_FINITE, SpikeGuard, culprits, refuse_nonfinite_weights
+from peagle_train.training.launch import wrap
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.resume import CHECKPOINTS, resume_point, trim_log
 from peagle_train.training.schedule import learning_rate_at
 from peagle_train.training.signals import StoppedError, StopSignals
-from peagle_train.training.together import everywhere, on_main
+from peagle_train.training.together import on_main
 from peagle_train.training.tracking import Tracking
 
 
@@ -73,13 +70,13 @@ class Loop:
         self.accelerator, self.data, self.section = accelerator, data, section
         self.seed, self.directory, self.console = seed, directory, console
         self.tracking, self.engine = tracking, engine or {}
-        self.head: DrafterHead = module.head
-        module.move_target_output(accelerator.device)
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(self.head, section.weight_decay), lr=0.0, betas=section.betas, fused=True
-        )
-        self.module, self.optimizer = accelerator.prepare(module, optimizer)
+        self.training, self.head = module, module.head
+        self.wrapped = wrap(accelerator, module, section)
+        self.optimizer: Any = getattr(self.wrapped, "optimizer", None)
         self.standing, self.guard = Standing(), SpikeGuard()
+        mine = list(data.validation[accelerator.process_index :: accelerator.num_processes])
+        lengths = slot_counts(data.documents.store, mine)
+        self.validation_batches = in_order(mine, lengths, section.batch_tokens)
 
     def run(self) -> Standing:
         """Trains to the last step, or to what ends a training before it (see ending.py).
@@ -130,12 +127,10 @@ class Loop:
     def _step(self, step: int) -> dict[str, Any]:
         """One optimizer step; returns its record for the log."""
         section, accelerator = self.section, self.accelerator
-        rows = section.batch_rows * section.accumulate * accelerator.num_processes
-        draws = self.data.stream.step(step, rows, accelerator.process_index, accelerator.num_processes)
-        batches = [self._pack(draws[i :: section.accumulate]) for i in range(section.accumulate)]
-        draft_ids = self.head.draft_token_ids
-        counts = [count_elements(b.labels, draft_ids, section.loss) for b in batches]
-        elements = accelerator.reduce(torch.stack(counts).sum(), "sum").clamp(min=1)
+        drawn = self.data.stream.step(step, accelerator.process_index)
+        batches = [self._pack(draws) for draws in drawn]
+        weights = torch.stack([self.training.weight_of(batch).to(accelerator.device) for batch in batches])
+        elements = accelerator.reduce(weights.sum(), "sum").clamp(min=1)
 
         rate = learning_rate_at(
             step,
@@ -144,50 +139,48 @@ class Loop:
             total_steps=section.steps,
             decay=section.decay,
         )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
 
         loss = torch.zeros((), device=accelerator.device)
         correct = torch.zeros(section.positions, device=accelerator.device)
         seen = torch.zeros_like(correct)
         for index, batch in enumerate(batches):
-            last = index == len(batches) - 1
-            with nullcontext() if last else accelerator.no_sync(self.module):
-                sums = self.module(batch)
-                # Gradients are averaged over processes, hence the factor.
-                accelerator.backward(sums.loss * accelerator.num_processes / elements)
-            loss += sums.loss.detach()
+            sums = self.wrapped.micro_batch(batch, elements, last=index == len(batches) - 1)
+            loss += sums.loss
             correct += sums.correct
             seen += sums.elements
-        norm = accelerator.clip_grad_norm_(self.module.parameters(), section.clip_norm)
+        norm = self.wrapped.clip()
         loss, correct, seen = (accelerator.reduce(t, "sum") for t in (loss, correct, seen))
         tokens = accelerator.reduce(
-            torch.tensor(sum(b.num_slots for b in batches), device=loss.device), "sum"
+            torch.tensor(sum(b.num_slots for b in batches if b is not None), device=loss.device), "sum"
         )
         mean = float(loss / elements)
-        spike = self._judge(step, mean, float(norm), draws)
+        spike = self._judge(step, mean, norm, [draw for draws in drawn for draw in draws])
         if spike is None or self.section.on_spike != "skip":
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            self.wrapped.step(rate)
+        else:
+            self.wrapped.discard()
         return {
             "step": step + 1,
-            "epoch": draws[0].epoch,
+            "epoch": self.data.stream.locate(step)[0],
             "loss": mean,
             "accuracy": [round(float(c / s), 4) if s else None for c, s in zip(correct, seen, strict=True)],
             "learning_rate": rate,
-            "gradient_norm": round(float(norm), 4),
+            "gradient_norm": round(norm, 4),
             "elements": int(elements),
             "tokens": int(tokens),
             **({"spike": spike} if spike else {}),
         }
 
-    def _pack(self, draws: Sequence[Draw]) -> PackedBatch:
+    def _pack(self, draws: Sequence[Draw]) -> PackedBatch | None:
+        """A micro-batch, on the CPU; None if there is nothing to do."""
+        if not draws:
+            return None
         cod = self.section.cod
         documents = [
             self.data.documents.sampled(d.row, d.epoch, seed=self.seed, rate=cod.rate, floor=cod.floor)
             for d in draws
         ]
-        return pack(documents).to(self.accelerator.device)
+        return pack(documents)
 
     def _judge(self, step: int, loss: float, norm: float, draws: Sequence[Draw]) -> str | None:
         """What the log is to say of a step that is unlike others; None: it is like them.
@@ -198,14 +191,16 @@ class Loop:
         if not found:
             return None
         epochs = {draw.row: draw.epoch for draw in draws}
-        module = self.accelerator.unwrap_model(self.module)
 
         def loss_of(row: int) -> float:
-            batch = self._pack([Draw(row, epochs[row])]).to(self.accelerator.device)
-            elements = count_elements(batch.labels, self.head.draft_token_ids, self.section.loss)
-            return float(module(batch).loss / elements.clamp(min=1))
+            batch = self._pack([Draw(row, epochs[row])])
+            assert batch is not None
+            loss, *_ = self.wrapped.step_module(batch.to(self.accelerator.device))
+            return float(loss / self.training.weight_of(batch).clamp(min=1e-9))
 
-        rows = culprits(self.accelerator, list(epochs), loss_of, self.data.documents.store)
+        whole = self.wrapped.found[0] in ("one", "ddp")
+        store = self.data.documents.store
+        rows = culprits(self.accelerator, list(epochs), loss_of if whole else None, store)
         if found.endswith(NOT_FINITE) or self.section.on_spike == "stop":
             raise PeagleError(
                 f"step {step + 1}: {found}. This step changed no weight and overwrote nothing; "
@@ -218,11 +213,11 @@ class Loop:
 
     def _validate(self) -> None:
         """Measures acceptance on the validation rows; the best head is kept."""
-        accelerator, k, size = self.accelerator, self.section.positions, self.section.batch_rows
-        everywhere(accelerator, self._refuse_nonfinite_weights)
-        mine = self.data.validation[accelerator.process_index :: accelerator.num_processes]
-        batches = [mine[i : i + size] for i in range(0, len(mine), size)]
-        result = validation.measure(accelerator, self.head, self.data.documents, batches, k)
+        accelerator, k = self.accelerator, self.section.positions
+        weights = self._finite_weights()
+        with self.wrapped.gathered_head() as head:
+            documents, batches = self.data.documents, self.validation_batches
+            result = validation.measure(accelerator, head, documents, batches, k)
         score = validation.score_of(self.standing.step, result)
         self._log(score)
         if accelerator.is_main_process:
@@ -238,34 +233,36 @@ class Loop:
                 best_step=self.standing.step,
                 stale=0,
             )
-            on_main(accelerator, lambda: validation.keep_best(self.directory / "best", self.head, score))
+            best = self.directory / "best"
+            on_main(accelerator, lambda: validation.keep_best(best, self.head, score, weights))
         else:
             self.standing = replace(self.standing, stale=self.standing.stale + 1)
 
     def _save(self) -> None:
-        everywhere(self.accelerator, self._refuse_nonfinite_weights)
-        main = self.accelerator.is_main_process
         checkpoint.save_checkpoint(
             self.directory / CHECKPOINTS,
             self.accelerator,
             self.head,
-            checkpoint.optimizer_tensors(self.head, self.optimizer.optimizer) if main else {},
+            self.wrapped.optimizer_tensors(),
             self.standing,
             engine=self.engine,
             guard=self.guard.state(),
             keep=self.section.keep_checkpoints,
+            weights=self._finite_weights(),
         )
 
-    def _refuse_nonfinite_weights(self) -> None:
-        refuse_nonfinite_weights(self.head, self.standing.step, checkpoint.last_good(self.directory))
+    def _finite_weights(self) -> dict[str, torch.Tensor]:
+        """The whole weights, for every process. Raises PeagleError if one of them is not finite."""
+        weights, where = self.wrapped.head_tensors(), checkpoint.last_good(self.directory)
+        on_main(self.accelerator, lambda: refuse_nonfinite_weights(weights, self.standing.step, where))
+        return weights
 
     def _resume(self) -> None:
         accelerator, folder = self.accelerator, self.directory / CHECKPOINTS
         saved = on_main(accelerator, lambda: resume_point(folder, self.console))
         if saved is not None:
-            self.head.load_state_dict(saved.head_tensors())
             moments = saved.optimizer_tensors(accelerator.process_index)
-            checkpoint.load_optimizer(self.head, self.optimizer.optimizer, moments)
+            self.wrapped.load(saved.head_tensors(), moments)
             self.standing, self.guard = saved.standing, SpikeGuard(saved.guard)
             if not on_main(
                 accelerator, lambda: validation.best_stands(self.directory / "best", self.console)
@@ -288,14 +285,3 @@ class Loop:
                 file.write(json.dumps(record) + "\n")
         if self.tracking is not None:
             self.tracking.follow()
-
-
-def _parameter_groups(head: DrafterHead, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay for matrices; none for norms, biases, the placeholder state and the embedding table."""
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, p in head.named_parameters():
-        if p.requires_grad:
-            plain = p.ndim == 1 or name in ("mask_hidden", "embed_tokens.weight")
-            (others if plain else decayed).append(p)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

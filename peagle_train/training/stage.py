@@ -6,7 +6,6 @@ Reads states/, writes training/ (see checkpoint.py). One process or many: `peagl
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
 from rich.console import Console
 
 from peagle_train.errors import PeagleError
 from peagle_train.files import remove_leftovers
 from peagle_train.run import Run
-from peagle_train.stages import TRACKING, StageResult, begin, finished, reopen, require, seal
-from peagle_train.store.documents import Documents, trainable_rows
+from peagle_train.stages import StageResult, begin, finished, reopen, require, seal
+from peagle_train.store.documents import Documents, slot_counts, trainable_rows
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
@@ -29,6 +27,7 @@ from peagle_train.target.tokens import end_tokens_of
 from peagle_train.training.checkpoint import last_recorded, require_room_to_train
 from peagle_train.training.data import Stream
 from peagle_train.training.ending import why_ended
+from peagle_train.training.launch import make_accelerator
 from peagle_train.training.loop import Loop, TrainingSet
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.resume import CHECKPOINTS, engine_of, refuse_another, threads_of
@@ -89,13 +88,22 @@ def train(run: Run, console: Console) -> StageResult:
     engine = on_main(accelerator, lambda: engine_of(directory, accelerator.device))
     with threads_of(engine):
         module = _build(run, folder, store, rows, accelerator, console)
+        stream = Stream(
+            rows,
+            slot_counts(store, rows),
+            recipe.seed,
+            batch_tokens=recipe.train.batch_tokens,
+            accumulate=recipe.train.accumulate,
+            world=accelerator.num_processes,
+        )
+        console.print(stream.describe(), highlight=False)
         keep = recipe.train.keep_checkpoints
         on_main(accelerator, lambda: require_room_to_train(directory, module.head, keep))
         with trackers(accelerator, recipe, directory, console) as tracking:
             loop = Loop(
                 accelerator,
                 module,
-                TrainingSet(Documents(store, recipe.train.positions), Stream(rows, recipe.seed), validation),
+                TrainingSet(Documents(store, recipe.train.positions), stream, validation),
                 recipe.train,
                 seed=recipe.seed,
                 directory=directory,
@@ -167,24 +175,6 @@ def _begin(directory: Path, parts: dict[str, Any], console: Console) -> None:
     begin(directory, parts, console)
     for folder in (directory, directory / "checkpoints"):
         remove_leftovers(folder)
-
-
-def make_accelerator(run: Run) -> Accelerator:
-    """accelerate as the recipe wants it; proves that the launcher gave what it was asked for."""
-    accelerator = Accelerator(
-        cpu=run.recipe.target.device == "cpu",
-        mixed_precision="bf16" if run.recipe.train.precision == "bf16" else "no",
-        log_with=[*run.recipe.track.log_with] or None,
-        project_config=ProjectConfiguration(logging_dir=str(run.training_dir / TRACKING)),
-    )
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
-    if accelerator.num_processes != asked:
-        raise PeagleError(
-            f"the launcher started {asked} processes but accelerate joined {accelerator.num_processes}: each "
-            "would train a head of its own. On a CPU launch with "
-            "`ACCELERATE_USE_CPU=true torchrun --nproc_per_node N -m peagle_train.training RECIPE`."
-        )
-    return accelerator
 
 
 def _build(

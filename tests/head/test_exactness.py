@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from peagle_train.head.attention import ChainAttention, RuleAttention
+from peagle_train.head import streams
+from peagle_train.head.attention import RuleAttention
 from peagle_train.head.batch import Document, pack
-from peagle_train.head.loss import draft_loss
+from peagle_train.head.engine import EngineSettings, deliver, loss_and_gradients, trained_parameters
+from peagle_train.head.loss import LossKind, VocabularyLoss
 from peagle_train.head.model import DrafterHead
+from peagle_train.head.prefix import SharedPrefix
 from peagle_train.head.reference import reference_loss
 from tests.head.toys import CONFIG, LAYOUTS, toy_document, toy_head
 
 POSITIONS = 4
+DEFAULT = EngineSettings()
 
 
 def target_output(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,31 +34,44 @@ def target_output(seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
 def fast_loss(
     head: DrafterHead,
     documents: list[Document],
-    kind: str = "kl",
+    kind: LossKind = "kl",
     attention: type | None = None,
     pad: int | None = None,
+    settings: EngineSettings = DEFAULT,
+    weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, int]:
+    """The engine's loss, with its gradients behind it; with `attention`, the plain forward's."""
     batch = pack(documents, pad_slots_to=pad)
     weight, norm = target_output()
     weight, norm = weight.to(head.fc.weight.dtype), norm.to(head.fc.weight.dtype)
-    last = batch.last.to(weight.dtype)
-    normed = last * (last.square().mean(-1, keepdim=True) + head.config.rms_norm_eps).rsqrt() * norm
-    sums = draft_loss(
-        head.logits(head(batch, attention)),
-        normed @ weight[head.draft_token_ids].T,
-        batch.output_row,
-        batch.labels,
-        head.draft_token_ids,
-        batch.depth[batch.supervised],
-        POSITIONS,
-        kind,  # type: ignore[arg-type]
+    batch = replace(batch, last=batch.last.to(weight.dtype))
+    weights = torch.ones(POSITIONS) if weights is None else weights
+
+    def output(last: torch.Tensor) -> torch.Tensor:
+        normed = last * (last.square().mean(-1, keepdim=True) + head.config.rms_norm_eps).rsqrt() * norm
+        return normed @ weight[head.draft_token_ids].T
+
+    if attention is not None:
+        residual = head(batch, attention)
+        loss = VocabularyLoss(head, output, batch, kind, weights, 7, True)
+        order = torch.argsort(batch.output_row)
+        found = loss(residual[order].detach(), order, batch.output_row[order].tolist(), 0)
+        assert found is not None
+        plain = torch.empty_like(found)
+        plain[order] = found
+        # The same loss for autograd: linear in `residual`, and in the two parameters, with those gradients.
+        parts = [(residual, plain), (head.norm.weight, loss.d_norm), (head.lm_head.weight, loss.d_lm_head)]
+        value = sum(((x - x.detach()) * d).sum() for x, d in parts if d is not None)
+        return loss.sums.loss + value, int(loss.sums.count)
+    sums, found_gradients = loss_and_gradients(
+        head, output, batch, kind=kind, weights=weights, settings=settings
     )
-    return sums.loss, int(sums.count)
+    return deliver(sums.loss, trained_parameters(head), found_gradients), int(sums.count)
 
 
 def gradients(head: DrafterHead, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     names = [n for n, p in head.named_parameters() if p.requires_grad]
-    values = torch.autograd.grad(loss, [p for p in head.parameters() if p.requires_grad])
+    values = torch.autograd.grad(loss, [p for p in head.parameters() if p.requires_grad], retain_graph=True)
     return dict(zip(names, values, strict=True))
 
 
@@ -92,9 +110,9 @@ def test_the_dense_mask_of_the_rule_gives_the_same() -> None:
     )
 
 
-@pytest.mark.parametrize("attention", [ChainAttention, RuleAttention])
+@pytest.mark.parametrize("attention", [None, RuleAttention])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout(layout: str, attention: type) -> None:
+def test_every_layout(layout: str, attention: type | None) -> None:
     changes: dict = LAYOUTS[layout]
     head = toy_head(**changes)
     documents = [toy_document(**d, config=replace(CONFIG, **changes)) for d in DOCUMENTS[:3]]  # type: ignore[arg-type]
@@ -127,8 +145,8 @@ def test_packing_adds_up() -> None:
     assert_same(head, together[0], sum((l for l, _ in alone), torch.zeros((), dtype=torch.float64)), 1e-10)
 
 
-@pytest.mark.parametrize("attention", [ChainAttention, RuleAttention])
-def test_padding_changes_nothing(attention: type) -> None:
+@pytest.mark.parametrize("attention", [None, RuleAttention])
+def test_padding_changes_nothing(attention: type | None) -> None:
     head = toy_head()
     documents = [toy_document(**DOCUMENTS[0])]  # type: ignore[arg-type]
     for pad in (64, 256):
@@ -153,8 +171,8 @@ def test_without_mask_slots() -> None:
     slow, _ = reference_loss(head, [document], *target_output())
     fast, _ = fast_loss(head, [document])
     assert torch.allclose(fast, slow)
-    (gradient,) = torch.autograd.grad(fast, head.mask_hidden, allow_unused=True)
-    assert gradient is None
+    (gradient,) = torch.autograd.grad(fast, head.mask_hidden)
+    assert not gradient.any()
 
 
 def test_a_batch_without_supervision_is_an_error() -> None:
@@ -167,11 +185,10 @@ def test_the_reference_notices_a_broken_rule(monkeypatch: pytest.MonkeyPatch) ->
     head = toy_head()
     documents = [toy_document(**DOCUMENTS[0])]  # type: ignore[arg-type]
     slow, _ = reference_loss(head, documents, *target_output())
-    original = ChainAttention.__init__
+    original = streams.shared_prefix
 
-    def leaky(self: ChainAttention, batch: object, window: int | None = None) -> None:
-        original(self, batch, window)  # type: ignore[arg-type]
-        self.anchor = self.anchor + 1
+    def leaky(anchor: torch.Tensor, depth: torch.Tensor, *rest: Any) -> SharedPrefix:
+        return original(anchor + depth.clamp(max=1), depth, *rest)
 
-    monkeypatch.setattr(ChainAttention, "__init__", leaky)
+    monkeypatch.setattr(streams, "shared_prefix", leaky)
     assert abs(fast_loss(head, documents)[0].item() - slow.item()) > 1e-6

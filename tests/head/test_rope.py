@@ -75,8 +75,8 @@ def test_every_kind_is_compared() -> None:
 
 def test_tables_survive_a_cast_of_the_head() -> None:
     """In bfloat16 the frequencies stay float32: at position 100,000 rounded ones would be nonsense."""
-    exact = toy_head(dtype=torch.float64)._turns(POSITIONS, torch.float64)
-    cast = toy_head(dtype=torch.bfloat16)._turns(POSITIONS, torch.float32)
+    exact = toy_head(dtype=torch.float64).turns(POSITIONS, torch.float64)
+    cast = toy_head(dtype=torch.bfloat16).turns(POSITIONS, torch.float32)
     for ours, reference in zip(cast, exact, strict=True):
         assert torch.allclose(ours.double(), reference, atol=1e-2)
 

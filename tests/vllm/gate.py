@@ -53,7 +53,7 @@ TRAINING: dict[str, Any] = {
     "positions": K,
     "cod": CodSection(rate=0.8),
     "steps": 150,
-    "batch_rows": ROWS,
+    "batch_tokens": 32 * ROWS,
     "learning_rate": 1e-2,
     "loss": "kl",
     "validate_every": 150,

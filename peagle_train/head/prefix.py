@@ -1,0 +1,308 @@
+"""The attention of rows that share a prefix: each sees real slots up to its anchor, and its own chain.
+
+Rows come by document and rising anchor, so they are cut into blocks of neighbouring anchors. What a block
+sees of the real slots has one wide part that all its rows see, and an edge of at most `width` slots (with
+a window two edges) where they differ:
+
+    keys      0 ............... a_lo ...... a_hi        rows of a block: anchors a_lo .. a_hi
+    block     [     clear      )[   edge    ]           clear: a kernel without any mask (`kernels.py`)
+                                                        edge: products under a mask, width wide
+    own       (a, 1..d), gathered per row
+
+The three are merged by their log-sum-exp. No mask is larger than rows x 2 width; scores are never kept:
+the backward computes them anew, block by block, from the merged log-sum-exp.
+
+Mask slots, the steps of an eagle3 unroll, and those prompt-free rows that the last layer needs all go this
+way. The rule itself is `attention.visible`; tests demand equality with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peagle_train.head.kernels import Kernel
+
+WIDTH = {"cpu": 128, "cuda": 512}
+"""Anchors of a block, by kind of device: narrow edges against the cost of starting an operator."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring rows of one document. All ranges are half-open."""
+
+    rows: tuple[int, int]
+    clear: tuple[int, int]  # keys that every row sees
+    edges: tuple[tuple[int, int], ...]  # keys that some rows see
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Who sees which real slots, for m rows.
+
+    anchor [m] row of each one's anchor among the real slots, depth [m], both on the rows' device.
+    """
+
+    anchor: Tensor
+    depth: Tensor
+    window: int | None
+    blocks: tuple[Block, ...]
+
+    def unseen(self, block: Block) -> Tensor:
+        """[rows, edge keys] bool."""
+        (start, end), device = block.rows, self.anchor.device
+        keys = torch.cat([torch.arange(a, b, device=device) for a, b in block.edges])
+        anchor = self.anchor[start:end, None]
+        unseen = keys > anchor
+        if self.window is not None:
+            unseen = unseen | (anchor + self.depth[start:end, None] - keys >= self.window)
+        return unseen
+
+
+def shared_prefix(
+    anchor: Tensor,
+    depth: Tensor,
+    documents: Sequence[tuple[int, tuple[int, int]]],
+    window: int | None,
+    device: torch.device,
+) -> SharedPrefix:
+    """Cuts rows into blocks.
+
+    Args:
+        anchor, depth: [m] int64 on the CPU; within a document anchors never fall.
+        documents: first real slot of each, and the range of its rows.
+        window: of the layer.
+        device: where the rows are.
+    """
+    blocks = []
+    width = WIDTH.get(device.type, WIDTH["cuda"])
+    for first, (start, end) in documents:
+        while start < end:
+            low = int(anchor[start])
+            stop = start + int(torch.searchsorted(anchor[start:end], low + width))
+            blocks.append(_block(anchor, depth, first, start, stop, window))
+            start = stop
+    return SharedPrefix(anchor.to(device), depth.to(device), window, tuple(blocks))
+
+
+def _block(anchor: Tensor, depth: Tensor, first: int, start: int, stop: int, window: int | None) -> Block:
+    low, high = int(anchor[start]), int(anchor[stop - 1])
+    clear, begin = (first, low), first
+    if window is not None:
+        position = anchor[start:stop] + depth[start:stop]
+        begin = max(first, int(position.min()) - window + 1)
+        clear = (max(first, int(position.max()) - window + 1), low)
+    if clear[0] >= clear[1]:
+        edges = [(begin, high + 1)]
+        clear = (first, first)
+    else:
+        edges = [(begin, clear[0]), (low, high + 1)]
+    return Block((start, stop), clear, tuple(edge for edge in edges if edge[0] < edge[1]))
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    own_k: Tensor | None,
+    own_v: Tensor | None,
+    outside: Tensor | None,
+    prefix: SharedPrefix,
+    kernel: Kernel,
+) -> Tensor:
+    """One softmax over the prefix and what each row has of its own.
+
+    Args:
+        q: [m, Hq, D].
+        k, v: [Hkv, T, D] of the real slots.
+        own_k, own_v: [m, C, Hkv, D] keys and values of each row's own chain, itself among them; None for
+            real slots, which are part of the prefix.
+        outside: [m or 1, C] bool, which of these are no part of it.
+        prefix: who sees which real slots.
+        kernel: for the parts without a mask.
+
+    Returns:
+        [m, Hq, D].
+    """
+    return _Attend.apply(q, k, v, own_k, own_v, outside, prefix, kernel)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        own_k: Tensor | None,
+        own_v: Tensor | None,
+        outside: Tensor | None,
+        prefix: SharedPrefix,
+        kernel: Kernel,
+    ) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            rows = _by_key_head(q, k.shape[0])  # [Hkv, g, m, D]
+            wide = torch.promote_types(q.dtype, torch.float32)
+            if own_k is None or own_v is None or outside is None:
+                out = torch.zeros_like(rows, dtype=wide)
+                lse = torch.full(rows.shape[:-1], float("-inf"), dtype=wide, device=q.device)
+            else:
+                out, lse = _own(rows, own_k, own_v, outside)
+            for block in prefix.blocks:
+                here = (slice(None), slice(None), slice(*block.rows))
+                folded = _fold(rows[here])  # [Hkv, g * rows, D]
+                for part, part_lse in _parts(folded, k, v, block, prefix, kernel):
+                    _merge_into(out[here], lse[here], part, part_lse)
+            result = _by_row(out.to(q.dtype))
+        ctx.save_for_backward(q, k, v, own_k, own_v, outside, result, lse)
+        ctx.prefix, ctx.kernel = prefix, kernel
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, own_k, own_v, outside, out, lse = ctx.saved_tensors
+        prefix: SharedPrefix = ctx.prefix
+        with torch.autocast(q.device.type, enabled=False):
+            kv_heads = k.shape[0]
+            rows, out, grad = (_by_key_head(t, kv_heads) for t in (q, out, grad.to(q.dtype)))
+            wide = torch.promote_types(q.dtype, torch.float32)
+            dq = torch.zeros_like(rows, dtype=wide, memory_format=torch.contiguous_format)
+            dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+            d_own_k = d_own_v = None
+            if own_k is not None:
+                d_own_q, d_own_k, d_own_v = _own_backward(grad, rows, own_k, own_v, outside, out, lse)
+                dq += d_own_q
+            for block in prefix.blocks:
+                here = (slice(None), slice(None), slice(*block.rows))
+                grad_b, q_b, out_b = (_fold(t[here]) for t in (grad, rows, out))
+                fold_lse = lse[here].reshape(kv_heads, -1)
+                shape = rows[here].shape
+                start, end = block.clear
+                if end > start:
+                    part, dk_b, dv_b = ctx.kernel.backward(
+                        grad_b, q_b, k[:, start:end], v[:, start:end], out_b, fold_lse
+                    )
+                    dq[here] += part.view(shape)
+                    dk[:, start:end] += dk_b
+                    dv[:, start:end] += dv_b
+                if block.edges:
+                    part = _edge_backward(grad_b, q_b, out_b, fold_lse, k, v, dk, dv, block, prefix)
+                    dq[here] += part.view(shape)
+            dq, dk, dv = _by_row(dq.to(q.dtype)), dk.to(k.dtype), dv.to(v.dtype)
+        return dq, dk, dv, d_own_k, d_own_v, None, None, None
+
+
+def _merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """`kernels.merge` in place: out [Hkv, g, rows, D], lse [Hkv, g, rows]; the part is folded."""
+    part, part_lse = part.view(out.shape), part_lse.view(lse.shape)
+    whole = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - whole).exp_()[..., None]).addcmul_(part, (part_lse - whole).exp_()[..., None])
+    lse.copy_(whole)
+
+
+def _by_key_head(x: Tensor, kv_heads: int) -> Tensor:
+    """[m, Hq, D] -> [Hkv, g, m, D], a view."""
+    return x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """[Hkv, g, m, D] -> [m, Hq, D]."""
+    return x.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _fold(x: Tensor) -> Tensor:
+    """[Hkv, g, rows, D] -> [Hkv, g * rows, D]."""
+    return x.flatten(1, 2).contiguous()
+
+
+def _parts(
+    q: Tensor, k: Tensor, v: Tensor, block: Block, prefix: SharedPrefix, kernel: Kernel
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(out, lse) of a block over its clear keys and over its edges."""
+    start, end = block.clear
+    if end > start:
+        yield kernel.forward(q, k[:, start:end], v[:, start:end])
+    if block.edges:
+        scores, values = _edge_scores(q, k, block, prefix), _edge(v, block)
+        lse = scores.logsumexp(-1)
+        # A row that sees none of these keys has lse -inf and weights 0.
+        weights = scores.sub_(lse.nan_to_num(neginf=0.0)[..., None]).exp_()
+        yield torch.bmm(weights.to(v.dtype), values), lse
+
+
+def _edge(x: Tensor, block: Block) -> Tensor:
+    """The edge keys or values of a block, [Hkv, n, D]."""
+    parts = [x[:, start:end] for start, end in block.edges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _edge_scores(q: Tensor, k: Tensor, block: Block, prefix: SharedPrefix) -> Tensor:
+    """[Hkv, g * rows, n], -inf where unseen; at least float32."""
+    scores = torch.bmm(q, _edge(k, block).transpose(1, 2)).to(torch.promote_types(q.dtype, torch.float32))
+    unseen = prefix.unseen(block)
+    scores.mul_(q.shape[-1] ** -0.5).unflatten(1, (-1, unseen.shape[0])).masked_fill_(unseen, float("-inf"))
+    return scores
+
+
+def _edge_backward(
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    block: Block,
+    prefix: SharedPrefix,
+) -> Tensor:
+    """Adds to dk and dv; returns the gradient of q."""
+    keys, values = _edge(k, block), _edge(v, block)
+    weights = _edge_scores(q, k, block, prefix).sub_(lse[..., None]).exp_()
+    delta = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
+    slope = torch.bmm(grad, values.transpose(1, 2)).to(weights.dtype)
+    slope = slope.sub_(delta).mul_(weights).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+    dk_edge = torch.bmm(slope.transpose(1, 2), q)
+    dv_edge = torch.bmm(weights.to(v.dtype).transpose(1, 2), grad)
+    done = 0
+    for start, end in block.edges:
+        dk[:, start:end] += dk_edge[:, done : done + end - start]
+        dv[:, start:end] += dv_edge[:, done : done + end - start]
+        done += end - start
+    return torch.bmm(slope, keys)
+
+
+def _own_scores(rows: Tensor, own_k: Tensor, outside: Tensor) -> Tensor:
+    """[Hkv, g, m, C] of rows [Hkv, g, m, D] and own keys [m, C, Hkv, D]; at least float32."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    scores = torch.einsum("hgmd,mchd->hgmc", rows.to(wide), own_k.to(wide))
+    return scores.mul_(rows.shape[-1] ** -0.5).masked_fill_(outside, float("-inf"))
+
+
+def _own(rows: Tensor, own_k: Tensor, own_v: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+    """out [Hkv, g, m, D] and lse [Hkv, g, m] over each row's own chain."""
+    scores = _own_scores(rows, own_k, outside)
+    lse = scores.logsumexp(-1)
+    weights = scores.sub_(lse[..., None]).exp_()
+    return torch.einsum("hgmc,mchd->hgmd", weights, own_v.to(weights.dtype)), lse
+
+
+def _own_backward(
+    grad: Tensor, rows: Tensor, own_k: Tensor, own_v: Tensor, outside: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of rows [Hkv, g, m, D] and of own keys and values [m, C, Hkv, D]."""
+    weights = _own_scores(rows, own_k, outside).sub_(lse[..., None]).exp_()
+    wide = weights.dtype
+    grad, keys, values = grad.to(wide), own_k.to(wide), own_v.to(wide)
+    delta = (grad * out.to(wide)).sum(-1, keepdim=True)
+    slope = torch.einsum("hgmd,mchd->hgmc", grad, values)
+    slope = slope.sub_(delta).mul_(weights).mul_(rows.shape[-1] ** -0.5)
+    return (
+        torch.einsum("hgmc,mchd->hgmd", slope, keys),
+        torch.einsum("hgmc,hgmd->mchd", slope, rows.to(wide)).to(own_k.dtype),
+        torch.einsum("hgmc,hgmd->mchd", weights, grad).to(own_v.dtype),
+    )

@@ -1,0 +1,205 @@
+"""However a batch is cut, the engine's loss and gradients are those of the flat reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from peagle_train.head import engine as engine_module
+from peagle_train.head import prefix, streams
+from peagle_train.head.attention import RuleAttention
+from peagle_train.head.batch import Document, pack
+from peagle_train.head.config import FULL, SLIDING
+from peagle_train.head.engine import EngineSettings, deliver
+from peagle_train.head.kernels import FusedCPU, Kernel, Tiled
+from peagle_train.head.loss import VocabularyLoss, depth_weights
+from peagle_train.head.model import DrafterHead
+from peagle_train.head.reference import reference_loss
+from peagle_train.head.streams import groups_of
+from tests.head.test_exactness import DOCUMENTS, assert_same, fast_loss, target_output
+from tests.head.toys import CONFIG, EAGLE3, toy_document, toy_head
+
+LONG = [
+    dict(seed=11, length=60, turns=((9, 30), (33, 60))),
+    dict(seed=12, length=7, turns=((3, 7),)),
+    dict(seed=13, length=41, turns=((20, 41),)),
+]
+
+
+@cache
+def reference() -> tuple[DrafterHead, list[Document], Tensor, int]:
+    head, documents = toy_head(), [toy_document(**d) for d in DOCUMENTS]  # type: ignore[arg-type]
+    return head, documents, *reference_loss(head, documents, *target_output())
+
+
+@pytest.mark.parametrize("width", [1, 3, 128])
+@pytest.mark.parametrize("loss_rows", [1, 5, 1000])
+@pytest.mark.parametrize("group_rows", [1, 2, 7, 20, None])
+def test_any_cut_equals_the_reference(
+    group_rows: int | None, loss_rows: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(prefix.WIDTH, "cpu", width)
+    head, documents, slow, count = reference()
+    fast, fast_count = fast_loss(head, documents, settings=EngineSettings(group_rows, loss_rows))
+    assert fast_count == count
+    assert_same(head, fast, slow, 1e-10)
+
+
+@pytest.mark.parametrize("kernel", [Tiled, FusedCPU])
+@pytest.mark.parametrize("windows", [None, 2, 9, 17])
+@pytest.mark.parametrize("group_rows", [9, None])
+def test_long_documents_windows_and_kernels(
+    group_rows: int | None, windows: int | None, kernel: type[Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clear parts, two edges and rows that see no edge key at all, against the dense mask of the rule."""
+    monkeypatch.setitem(prefix.WIDTH, "cpu", 4)
+    monkeypatch.setattr("peagle_train.head.backends.Sdpa.kernel", lambda self, q: kernel())
+    layers = dict(num_layers=3)
+    if windows is not None:
+        layers |= dict(layer_types=(SLIDING, FULL, SLIDING), sliding_window=windows)  # type: ignore[dict-item]
+    head = toy_head(**layers)
+    documents = [toy_document(**d, positions=7, rate=0.9) for d in LONG]  # type: ignore[arg-type]
+    weights = torch.linspace(1, 2, 7, dtype=torch.float64)
+    fast, _ = fast_loss(head, documents, settings=EngineSettings(group_rows, 11), weights=weights)
+    slow, _ = fast_loss(head, documents, attention=RuleAttention, weights=weights)
+    assert_same(head, fast, slow, 1e-10)
+
+
+def test_float32_gradients_stay_within_one_in_a_hundred_thousand() -> None:
+    documents = [toy_document(**d) for d in LONG]  # type: ignore[arg-type]
+    exact, single = toy_head(), toy_head(dtype=torch.float32)
+    slow, _ = fast_loss(exact, documents, attention=RuleAttention)
+    fast, _ = fast_loss(single, documents, settings=EngineSettings(9, 16))
+    assert abs(fast.item() - slow.item()) <= 1e-5 * abs(slow.item())
+    ours = torch.autograd.grad(fast, [p for p in single.parameters()])
+    theirs = torch.autograd.grad(slow, [p for p in exact.parameters()])
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert (mine.double() - reference).norm() <= 1e-5 * reference.norm().clamp(min=1)
+
+
+def test_groups_are_whole_chains_in_order() -> None:
+    head = toy_head()
+    batch = pack([toy_document(**d) for d in LONG])  # type: ignore[arg-type]
+    for rows in (1, 4, 10, None):
+        groups = groups_of(head, batch, rows)
+        assert [g.reals[0] for g in groups] == [0, *(g.reals[1] for g in groups[:-1])]
+        assert [g.masks[0] for g in groups] == [0, *(g.masks[1] for g in groups[:-1])]
+        assert groups[-1].reals[1] == len(batch.chains.anchor) and groups[-1].masks[1] == batch.num_mask_slots
+        for group in groups:
+            start, end = (batch.num_slots + row for row in group.masks)
+            assert group.masks[1] - group.masks[0] <= max(rows or 10**9, int(batch.chains.masks.max()))
+            if end > start:
+                assert int(batch.depth[start]) == 1  # starts a chain
+            assert set(group.elements.tolist()) == set(range(*group.reals)) | {
+                len(batch.chains.anchor) + m for m in range(*group.masks)
+            }
+
+
+def test_the_targets_distribution_is_made_once_per_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = toy_head()
+    documents = [toy_document(**d) for d in LONG]  # type: ignore[arg-type]
+    batch = pack(documents)
+    made: list[tuple[int, int]] = []
+    original = engine_module.VocabularyLoss.__init__
+
+    def counted(self: VocabularyLoss, *given: object) -> None:
+        original(self, *given)  # type: ignore[arg-type]
+        make = self.targets._make
+        self.targets._make = lambda a, b: (made.append((a, b)), make(a, b))[1]  # type: ignore[method-assign]
+
+    monkeypatch.setattr(engine_module.VocabularyLoss, "__init__", counted)
+    fast_loss(head, documents, settings=EngineSettings(5, 4))
+    rows = [row for a, b in made for row in range(a, b)]
+    assert len(rows) == len(set(rows)) <= batch.last.shape[0]
+
+
+def test_logits_exist_for_one_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of the vocabulary's width has more rows than a chunk (the gradient of lm_head apart)."""
+    tallest = 0
+    softmax = Tensor.softmax
+
+    def watched(self: Tensor, *given: int) -> Tensor:
+        nonlocal tallest
+        if self.shape[-1] == CONFIG.draft_vocab_size:
+            tallest = max(tallest, self.shape[0])
+        return softmax(self, *given)
+
+    monkeypatch.setattr(Tensor, "softmax", watched)
+    fast_loss(toy_head(), [toy_document(**d) for d in LONG], settings=EngineSettings(None, 6))  # type: ignore[arg-type]
+    assert tallest == 6
+
+
+def test_depth_weights() -> None:
+    head, documents = toy_head(), [toy_document(**d) for d in DOCUMENTS]  # type: ignore[arg-type]
+    corrected = depth_weights("corrected", 4, 0.5, 0.2)
+    assert corrected.tolist() == [1, 2, 4, 5]
+    parts = [
+        fast_loss(head, documents, weights=torch.eye(4, dtype=torch.float64)[depth])[0] for depth in range(4)
+    ]
+    weighted, _ = fast_loss(head, documents, weights=corrected)
+    assert_same(head, weighted, sum(w * p for w, p in zip(corrected.tolist(), parts, strict=True)), 1e-9)
+
+
+def test_gradients_are_handed_out_once_and_scaled() -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    unused = torch.zeros(2, requires_grad=True)
+    loss = deliver(torch.tensor(5.0), [weight, unused], [torch.tensor([1.0, 2.0, 3.0]), None])
+    (loss * 2).backward(retain_graph=True)
+    assert weight.grad is not None and weight.grad.tolist() == [2, 4, 6]
+    assert unused.grad is not None and unused.grad.tolist() == [0, 0]
+    with pytest.raises(RuntimeError, match="handed out already"):
+        loss.backward()
+
+
+def test_no_hook_of_a_parameter_fires_before_the_outer_backward() -> None:
+    """DDP, DeepSpeed and FSDP hang theirs there: one call per parameter, however many groups."""
+    head = toy_head()
+    calls: dict[str, int] = {}
+    for name, parameter in head.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: calls.update({name: calls.get(name, 0) + 1})
+        )
+    loss, _ = fast_loss(head, [toy_document(**d) for d in LONG], settings=EngineSettings(3, 4))  # type: ignore[arg-type]
+    assert not calls
+    loss.backward()
+    assert calls == {name: 1 for name, _ in head.named_parameters()}
+
+
+@pytest.mark.parametrize("loss_rows", [1, 6, 1000])
+def test_eagle3_in_chunks(loss_rows: int) -> None:
+    config = replace(CONFIG, **EAGLE3)
+    head, documents = toy_head(**EAGLE3), [toy_document(**d, config=config) for d in DOCUMENTS]  # type: ignore[arg-type]
+    slow, _ = reference_loss(head, documents, *target_output())
+    fast, _ = fast_loss(head, documents, settings=EngineSettings(None, loss_rows))
+    assert_same(head, fast, slow, 1e-10)
+
+
+def _chain_cut_short(patch: pytest.MonkeyPatch) -> None:
+    chains = streams._chains
+    patch.setattr(
+        streams, "_chains", lambda x, depth: chains(x, depth) * (torch.arange(depth) < 2)[:, None, None]
+    )
+
+
+def _local_softmax(patch: pytest.MonkeyPatch) -> None:
+    """The log-sum-exp of the own chain alone reaches the backward."""
+    merge = prefix._merge_into
+    patch.setattr(prefix, "_merge_into", lambda out, lse, *part: merge(out, lse.clone(), *part))
+
+
+@pytest.mark.parametrize("plant", [_chain_cut_short, _local_softmax])
+def test_the_reference_notices(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, documents = toy_head(), [toy_document(**d) for d in LONG]  # type: ignore[arg-type]
+    slow, _ = fast_loss(head, documents, attention=RuleAttention)
+    monkeypatch.setitem(prefix.WIDTH, "cpu", 4)
+    plant(monkeypatch)
+    fast, _ = fast_loss(head, documents)
+    with pytest.raises(AssertionError):
+        assert_same(head, fast, slow, 1e-6)
