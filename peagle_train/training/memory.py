@@ -33,6 +33,9 @@ ROWS = {"cpu": 2048, "cuda": 16384}
 LOGITS = {"cpu": 2**21, "cuda": 2**27}
 """Logits of a loss chunk where memory is no matter."""
 
+SLACK = 1.1
+"""Allocators round sizes up and leave holes."""
+
 LEAST_ROWS, LEAST_ELEMENTS = 64, 16
 """The smallest cut: below it an operator's start costs more than its work."""
 
@@ -105,8 +108,8 @@ def plan_memory(
     elements = min(elements, longest * positions)
 
     def plan(rows: int, elements: int) -> MemoryPlan:
-        real = print_.real_slot * longest
-        step = print_.step(longest, rows, elements) - real
+        real = int(SLACK * print_.real_slot * longest)
+        step = int(SLACK * print_.step(longest, rows, elements)) - real
         settings = EngineSettings(rows, elements, backend)
         return MemoryPlan(budget, resident, states, real, step, longest, settings)
 
@@ -120,7 +123,7 @@ def plan_memory(
         elif elements > LEAST_ELEMENTS:
             elements = max(elements // 2, LEAST_ELEMENTS)
         else:
-            _refuse(plan(rows, elements), print_.real_slot)
+            _refuse(plan(rows, elements), int(SLACK * print_.real_slot))
     return plan(rows, elements)
 
 

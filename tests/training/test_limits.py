@@ -94,6 +94,7 @@ def test_keys_that_change_no_step_may_change(recipe: Path, unfinished: Path, who
         "patience": 50,
         "max_hours": 9.5,
         "on_spike": "skip",
+        "memory": 9.5,
     }
     assert set(values) == FREE
     train_here(recipe, "half", *(f"train.{key}={value}" for key, value in values.items()))

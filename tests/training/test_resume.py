@@ -143,4 +143,4 @@ def test_the_number_of_threads_is_that_of_the_first_start(recipe: Path) -> None:
     assert end_of(start(recipe, "threads", sabotage=lambda: watched(1, STEPS))) == 0
     used = [int(n) for n in (training.parent / "used").read_text().split()]
     assert used == [2] * (7 + STEPS - 4)
-    assert read_json(training / "checkpoints" / "step-000012" / "state.json")["engine"] == {"threads": 2}
+    assert read_json(training / "checkpoints" / "step-000012" / "state.json")["engine"]["threads"] == 2
