@@ -35,13 +35,13 @@ HEAD = replace(
     target_hidden_size=192,
     max_position_embeddings=1 << 20,
 )
-K = 8
+K = 4
 CPU = torch.device("cpu")
 
 
 def batch_of(tokens: int) -> PackedBatch:
     generator = torch.Generator().manual_seed(0)
-    mask = torch.arange(tokens + 2) >= tokens // 4
+    mask = torch.arange(tokens + 2) >= tokens // 2
     kept = sample_depths(trainable_depths(mask), K, 0.8, 0.0, generator)
     ids = torch.randint(4, HEAD.vocab_size, (tokens + 2,), generator=generator)
     aux = torch.randn(tokens + 1, HEAD.aux_width, generator=generator)
