@@ -13,8 +13,8 @@ from torch import nn
 
 from peagle_train.head.session import DraftSession
 from peagle_train.store.states import StateRow, StateStore, StateWriter
-from peagle_train.training.data import Draw, Stream
-from scripts.compare_peer.learn import Job, learn
+from peagle_train.training.data import Draw
+from scripts.compare_peer.learn import Job, learn, stream_of
 from scripts.compare_peer.measure import CLOSE, interval, length, probe_gap
 from tests.head.toys import CONFIG, toy_head
 
@@ -24,7 +24,14 @@ SECONDS = 0.3
 def a_job(**changes: Any) -> Job:
     fixed: dict[str, Any] = {name: "" for name in Job.__annotations__}
     numbers = dict(
-        rows=[3, 5, 8], seed=0, seconds=SECONDS, warmup=0.5, decay="linear", batch_rows=2, clip_norm=1.0
+        rows=[3, 5, 8],
+        lengths=[4, 4, 4],
+        seed=0,
+        seconds=SECONDS,
+        warmup=0.5,
+        decay="linear",
+        batch_tokens=8,
+        clip_norm=1.0,
     )
     return Job(**{**fixed, **numbers, **changes})
 
@@ -69,8 +76,8 @@ def test_training_stops_by_the_clock_and_the_rate_follows_it() -> None:
     assert 0.3 < top / len(learner.rates) < 0.7  # the rate rises for half of the time
     # The gradient was cut to the norm 1, so no step can move further than its rate.
     assert float(learner.parameter.detach().norm()) <= sum(learner.rates) * (1 + 1e-5)
-    stream = Stream(job.rows, job.seed)
-    assert learner.rows == [stream.at(i).row for i in range(len(learner.rows))]
+    drawn = [draw.row for step in range(len(learner.rates)) for draw in stream_of(job).step(step)[0]]
+    assert learner.rows == drawn
 
 
 def test_equal_prompts_leave_nothing_to_chance() -> None:

@@ -21,7 +21,7 @@ from peagle_train import PeagleError, Run
 from peagle_train.files import read_json, write_json
 from peagle_train.pipeline import run_stage
 from peagle_train.stages import require
-from peagle_train.store.documents import trainable_rows
+from peagle_train.store.documents import slot_counts, trainable_rows
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
@@ -126,6 +126,7 @@ def _jobs(options: argparse.Namespace, run: Run, store: StateStore, console: Con
             vocabulary=str(options.output / "draft_vocabulary.safetensors"),
             directory=str(options.output / f"{side}-{optimizer}-{embeddings}-{rate:g}-seed{seed}"),
             rows=rows,
+            lengths=slot_counts(store, rows),
             probe=trainable_rows(store, VALIDATION)[0],
             seed=seed,
             seconds=options.seconds,
@@ -134,7 +135,7 @@ def _jobs(options: argparse.Namespace, run: Run, store: StateStore, console: Con
             embeddings=embeddings,
             warmup=section.warmup_steps / section.steps,
             decay=section.decay,
-            batch_rows=section.batch_rows,
+            batch_tokens=section.batch_tokens,
             clip_norm=section.clip_norm,
             positions=section.positions,
             layers=start.head.config.num_layers,

@@ -33,7 +33,7 @@ class Job:
     """One training.
 
     side: ours or peer. recipe, overrides: of the run whose states are used. vocabulary: safetensors with
-    `token_ids`, the draft vocabulary. probe: the row on which the peer shows its logits. seconds: CPU-seconds
+    `token_ids`, the draft vocabulary. lengths: real slots of each row. probe: the row on which the peer shows its logits. seconds: CPU-seconds
     to train for. rate: the highest learning rate. warmup: share of the time in which it rises. optimizer,
     embeddings: the peer's (ours has the recipe's). target, positions, layers, aux_layers, mask_token_id: of
     the head.
@@ -47,6 +47,7 @@ class Job:
     vocabulary: str
     directory: str
     rows: list[int]
+    lengths: list[int]
     probe: int
     seed: int
     seconds: float
@@ -55,7 +56,7 @@ class Job:
     embeddings: str
     warmup: float
     decay: Literal["linear", "cosine", "constant"]
-    batch_rows: int
+    batch_tokens: int
     clip_norm: float
     positions: int
     layers: int
@@ -78,9 +79,14 @@ class Learner(Protocol):
         """The head, for `measure.py`."""
 
 
+def stream_of(job: Job) -> Stream:
+    """The batches of `peagle train`: one micro-batch a step."""
+    return Stream(job.rows, job.lengths, job.seed, batch_tokens=job.batch_tokens)
+
+
 def learn(learner: Learner, job: Job) -> dict[str, float]:
     """Trains until the process has spent the job's CPU-seconds; what was done."""
-    stream, parameters = Stream(job.rows, job.seed), learner.trained()
+    stream, parameters = stream_of(job), learner.trained()
     optimizers = learner.optimizers()
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     peaks = [group["lr"] for group in groups]
@@ -95,7 +101,8 @@ def learn(learner: Learner, job: Job) -> dict[str, float]:
         )
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * part
-        loss = learner.step(stream.step(steps, job.batch_rows))
+        (draws,) = stream.step(steps)
+        loss = learner.step(draws)
         nn.utils.clip_grad_norm_(parameters, job.clip_norm)
         for optimizer in optimizers:
             optimizer.step()
