@@ -33,10 +33,10 @@ class Job:
     """One training.
 
     side: ours or peer. recipe, overrides: of the run whose states are used. vocabulary: safetensors with
-    `token_ids`, the draft vocabulary. lengths: real slots of each row. probe: the row on which the peer shows its logits. seconds: CPU-seconds
-    to train for. rate: the highest learning rate. warmup: share of the time in which it rises. optimizer,
-    embeddings: the peer's (ours has the recipe's). target, positions, layers, aux_layers, mask_token_id: of
-    the head.
+    `token_ids`, the draft vocabulary. lengths: real slots of each row. probe: the row on which the peer shows
+    its logits. seconds: CPU-seconds to train for. rate: the highest learning rate. warmup: share of the time
+    in which it rises. optimizer, embeddings: the peer's (ours has the recipe's). target, positions, layers,
+    aux_layers, mask_token_id: of the head.
     """
 
     side: Literal["ours", "peer"]
