@@ -2,7 +2,7 @@
 #
 # Settings, on the command line as NAME=value:
 #   MODEL        recipe to run: recipes/MODEL.yaml                        smollm2
-#   ARGS         overrides of the recipe, e.g. ARGS="train.steps=100"
+#   ARGS         overrides of the recipe, e.g. ARGS="train.steps=100"; options of the two comparisons
 #   TORCH        auto | cpu | cuda: the build of torch to install         auto
 #   PYTHON       interpreter to build the environments on                 python3
 #   VLLM_PYTHON  interpreter that has a vLLM                              .venv-vllm/bin/python
@@ -19,7 +19,7 @@ PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 export PYTHON TORCH VLLM_PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-vllm test-all lint format wheel lock
+.PHONY: help install train test test-vllm test-all side-by-side compare-peer lint format wheel lock
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -37,6 +37,12 @@ test-vllm: .venv/.installed $(filter .venv-vllm/%,$(VLLM_PYTHON:bin/python=.inst
 
 test-all: .venv/.installed $(filter .venv-vllm/%,$(VLLM_PYTHON:bin/python=.installed)) ## every test there is
 	$(BIN)/python -m pytest
+
+side-by-side: .venv/.installed .venv-peer/.installed ## time our training step against another trainer's
+	$(BIN)/python -m scripts.side_by_side $(ARGS)
+
+compare-peer: .venv/.installed .venv-peer/.installed ## what a head learns beside another trainer's, in equal time
+	$(BIN)/python -m scripts.compare_peer $(ARGS)
 
 lint: .venv/.installed ## style, format and types
 	$(BIN)/ruff check .
@@ -58,3 +64,6 @@ lock: .venv/.installed ## renew constraints.txt within pyproject.toml's floors
 
 .venv-vllm/.installed: constraints-vllm.txt scripts/install.sh
 	scripts/install.sh vllm
+
+.venv-peer/.installed: constraints.txt constraints-peer.txt scripts/install.sh
+	scripts/install.sh peer

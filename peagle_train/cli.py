@@ -16,11 +16,11 @@ import typer
 import typer.core
 from rich.console import Console
 
-from peagle_train.errors import PeagleError, RecipeError
+from peagle_train.errors import PeagleError
 
 
 class _Verbs(typer.core.TyperGroup):
-    """Prints the faults a user can mend without a traceback: recipe faults leave with 2, others with 1."""
+    """Prints the faults a user can mend without a traceback, and leaves with the exit code of each."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)  # in the order of the work, not of the alphabet
@@ -30,7 +30,7 @@ class _Verbs(typer.core.TyperGroup):
             return super().invoke(ctx)
         except PeagleError as error:
             _complain(f"peagle: {error}")
-            raise typer.Exit(2 if isinstance(error, RecipeError) else 1) from None
+            raise typer.Exit(error.exit_code) from None
         except BrokenPipeError:  # the reader, `head` say, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains
             raise typer.Exit(0) from None
@@ -145,8 +145,14 @@ def extract(recipe: RecipeArgument, overrides: Overrides = None) -> None:
         then="peagle export RECIPE",
     ),
 )
-def train(recipe: RecipeArgument, overrides: Overrides = None) -> None:
-    _stage("train", recipe, overrides)
+def train(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="begin at step 0; what is in training/ is kept under another name")
+    ] = False,
+) -> None:
+    _stage("train", recipe, overrides, anew=anew)
 
 
 @app.command(
@@ -396,12 +402,20 @@ def _open(recipe: str, overrides: list[str] | None) -> Any:
     return Run.open(recipe, overrides or (), command=("peagle", *sys.argv[1:]))
 
 
-def _stage(name: str, recipe: str, overrides: list[str] | None, afterwards: Any = None) -> None:
-    """Runs one stage, then `afterwards(run, console)`; names the next command, that of `afterwards` first."""
+def _stage(
+    name: str, recipe: str, overrides: list[str] | None, afterwards: Any = None, *, anew: bool = False
+) -> None:
+    """Runs one stage, then `afterwards(run, console)`; names the next command, that of `afterwards` first.
+
+    anew: whatever stands in the stage's folder is set aside first.
+    """
     from peagle_train.pipeline import next_command, run_stage
+    from peagle_train.stages import set_aside
 
     console = Console()
     with _open(recipe, overrides) as run:
+        if anew:
+            set_aside(run.stage_dir(name), "to be made anew (--anew)", console)
         result = run_stage(run, name, console)
         then = afterwards(run, console) if afterwards is not None else None
         _next(then or result.next_command or next_command(run, name), console)

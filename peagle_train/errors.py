@@ -10,6 +10,9 @@ from __future__ import annotations
 class PeagleError(Exception):
     """A fault in the input or the surroundings that the user can mend."""
 
+    exit_code = 1
+    """With which a command leaves that ends with this error."""
+
 
 class FaultsError(PeagleError):
     """All faults of one source at once, one line each."""
@@ -23,6 +26,8 @@ class FaultsError(PeagleError):
 
 class RecipeError(FaultsError):
     """All faults of one recipe: file and line, key, found, expected, cure."""
+
+    exit_code = 2
 
 
 class StaleError(PeagleError):

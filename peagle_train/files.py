@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peagle_train.errors import CorruptError
+from peagle_train.errors import CorruptError, PeagleError
 
 _TEMPORARY = ".partial"
+_SLACK = 1 << 20  # for what stands beside the tensors, and for whole blocks
 
 
 @contextmanager
@@ -91,6 +92,20 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def require_room(directory: Path, needed: int, what: str) -> None:
+    """Raises PeagleError if the disk of a folder has not `needed` bytes free for `what`; touches nothing."""
+    standing = directory
+    while not standing.exists():
+        standing = standing.parent
+    free = shutil.disk_usage(standing).free
+    if free < needed + _SLACK:
+        raise PeagleError(
+            f"{directory}: {what} needs {needed / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB free; "
+            "nothing was written, and nothing that stood there was changed. Make room, or move the run's "
+            "folder to another disk and set `output` to that, and run the command again."
+        )
 
 
 def sha256_of(path: Path) -> str:

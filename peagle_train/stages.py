@@ -165,7 +165,7 @@ def seal(
     record = read_record(directory)
     if record is not None and record.fingerprint != fingerprint(parts):
         raise StaleError(
-            f"{directory}: cannot be sealed, begun with other inputs ({_differences(record.parts, parts)})"
+            f"{directory}: cannot be sealed, begun with other inputs ({differences(record.parts, parts)})"
         )
     done = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     _write(directory, parts, attempts=record.attempts if record else 1, seconds=round(seconds, 3), done=done)
@@ -193,7 +193,7 @@ def require(run: Run, stage: str) -> str:
         )
     stale = [
         f"{key}: {_short(there)} there, {_short(here)} in the recipe"
-        for key, there, here in _recipe_differences(record.parts, run.recipe.model_dump(mode="json"))
+        for key, there, here in _recipedifferences(record.parts, run.recipe.model_dump(mode="json"))
     ]
     for earlier in FOLDERS:
         named = record.parts.get(earlier)
@@ -246,7 +246,7 @@ def _settle(directory: Path, parts: Mapping[str, Any], console: Console) -> Stag
             _set_aside(directory, "unknown", "it holds no stage.json", console)
         return None
     if record.fingerprint != fingerprint(parts):
-        why = f"made from other inputs ({_differences(record.parts, parts)})"
+        why = f"made from other inputs ({differences(record.parts, parts)})"
         _set_aside(directory, record.fingerprint[:8], why, console)
         return None
     if harmed := _harmed(directory, record):
@@ -278,6 +278,21 @@ def _sizes(directory: Path) -> dict[str, int]:
         if file.is_file() and not passed and file.suffix != ".log" and str(name) != RECORD:
             sizes[str(name)] = file.stat().st_size
     return sizes
+
+
+def set_aside(directory: Path, why: str, console: Console) -> None:
+    """Gives a stage's folder another name, so that its work begins anew; without a folder does nothing.
+
+    Its user has done with it: unlike one that other inputs pushed aside, it is never taken back.
+    """
+    if directory.is_dir():
+        record = read_record(directory)
+        _set_aside(directory, f"anew-{record.fingerprint[:8] if record else 'unknown'}", why, console)
+
+
+def reopen(directory: Path) -> None:
+    """Marks a finished folder as unfinished: its work goes on further than its limits were."""
+    write_json(directory / RECORD, {**read_json(directory / RECORD), "finished": None, "files": {}})
 
 
 def _set_aside(directory: Path, label: str, why: str, console: Console) -> None:
@@ -316,7 +331,7 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """`train.steps: 400, now 500`, for every key that differs."""
     plain = json.loads(json.dumps(here))  # tuples become lists, as in the file
     old, new = dict(_flat(there)), dict(_flat(plain))
@@ -330,9 +345,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     return "; ".join(changed)
 
 
-def _recipe_differences(
-    parts: Mapping[str, Any], recipe: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
+def _recipedifferences(parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Keys of `parts` that are keys of the recipe too and hold another value there.
 
     A stage may leave keys of a section out (those its output does not depend on), but where names are

@@ -40,6 +40,8 @@ def summarise(run: Run, results: Mapping[str, StageResult], serve: str) -> dict[
         PeagleError: the evaluation's results are missing.
         CorruptError: they lack a figure.
     """
+    from peagle_train.training.ending import steps_taken  # here, because it needs torch
+
     stages = {}
     for name in FOLDERS:
         record = read_record(run.stage_dir(name))
@@ -55,7 +57,7 @@ def summarise(run: Run, results: Mapping[str, StageResult], serve: str) -> dict[
         "recipe": run.source,
         "target": recipe.target.model,
         "seed": recipe.seed,
-        "steps": recipe.train.steps,
+        "steps": steps_taken(run.training_dir, recipe.train),
         "k": recipe.evaluate.k,
         "head": str(run.head_dir),
         "weights_sha256": sha256_of(run.head_dir / "model.safetensors"),

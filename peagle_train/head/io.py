@@ -5,9 +5,11 @@ vLLM's layout is another matter: `peagle_train.export`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from peagle_train.errors import CorruptError, PeagleError
 from peagle_train.files import read_json, sha256_of, write_json
@@ -20,10 +22,13 @@ RECORD_FILE = "export.json"
 """Beside every head we exported or imported: its config, its target, where it came from."""
 
 
-def save_head(directory: Path, head: DrafterHead) -> None:
-    """Writes the head into an existing folder. Shared embeddings travel too: a folder stands alone."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    save_tensors(directory / WEIGHTS, tensors)
+def save_head(directory: Path, head: DrafterHead, tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Writes the head into an existing folder. Shared embeddings travel too: a folder stands alone.
+
+    tensors: the whole weights by name, where the head's own are shards of them.
+    """
+    whole = head.state_dict() if tensors is None else tensors
+    save_tensors(directory / WEIGHTS, {name: t.detach().cpu().contiguous() for name, t in whole.items()})
     write_json(
         directory / DESCRIPTION,
         {"config": head.config.to_dict(), "sha256": sha256_of(directory / WEIGHTS)},
@@ -31,7 +36,14 @@ def save_head(directory: Path, head: DrafterHead) -> None:
 
 
 def load_head(directory: Path, dtype: torch.dtype | None = None) -> DrafterHead:
-    """Reads a head that `save_head` wrote; the weights are proven against their checksum.
+    """Reads a head that `save_head` wrote, proven as by `proven_config`."""
+    head = DrafterHead(proven_config(directory))
+    head.load_state_dict(load_tensors(directory / WEIGHTS))
+    return head if dtype is None else head.to(dtype)
+
+
+def proven_config(directory: Path) -> HeadConfig:
+    """The config of a head that `save_head` wrote; its weights are compared with their checksum.
 
     Raises:
         CorruptError: the folder is incomplete or its weights differ from the checksum.
@@ -43,9 +55,7 @@ def load_head(directory: Path, dtype: torch.dtype | None = None) -> DrafterHead:
     record = read_json(description)
     if sha256_of(weights) != record["sha256"]:
         raise CorruptError(f"{weights}: differs from its checksum; move {directory} away and train again")
-    head = DrafterHead(HeadConfig.from_dict(record["config"]))
-    head.load_state_dict(load_tensors(weights))
-    return head if dtype is None else head.to(dtype)
+    return HeadConfig.from_dict(record["config"])
 
 
 def recorded_config(directory: Path) -> HeadConfig:

@@ -227,7 +227,7 @@ class CodSection(Section):
 
 
 class TrainSection(Section):
-    """How the head learns. Training counts steps, never seconds."""
+    """How the head learns. Training counts steps, never seconds, unless `max_hours` ends it."""
 
     positions: Count = Field(
         default=8,
@@ -258,6 +258,19 @@ class TrainSection(Section):
         default=(0.9, 0.95), description="AdamW's momenta"
     )
     clip_norm: Positive = Field(default=1.0, description="gradients are scaled down to this norm")
+    depth_weights: Literal["equal", "corrected"] = Field(
+        default="equal",
+        description="weight of an element in the loss; corrected: over the share that cod keeps at its depth",
+    )
+    memory: Positive | None = Field(
+        default=None,
+        description="GiB one process may use: of the GPU, or of the machine when it trains on a CPU; groups "
+        "and chunks of a step follow from it; left out: read from the device when the run begins",
+    )
+    backend: Literal["auto", "sdpa", "reference"] = Field(
+        default="auto",
+        description="attention; auto: the fastest that is proven on the device; reference: one dense mask",
+    )
     precision: Literal["fp32", "bf16"] = Field(
         default="bf16", description="bf16: computed in bfloat16 over float32 master weights"
     )
@@ -266,6 +279,24 @@ class TrainSection(Section):
         default=100, description="steps between measurements of held-out acceptance"
     )
     checkpoint_every: Count = Field(default=100, description="steps between checkpoints to resume from")
+    keep_checkpoints: Count = Field(default=2, description="the newest ones that are kept")
+    patience: Count | None = Field(
+        default=None,
+        description="training ends after so many validations without a better acceptance; left out: never",
+    )
+    max_hours: Positive | None = Field(
+        default=None,
+        description="training ends after so many hours, those before a stop too, with a last validation; "
+        "left out: never",
+    )
+    on_spike: Literal["warn", "skip", "stop"] = Field(
+        default="warn",
+        description="a loss or a gradient far from those of the last 100 steps: say so; take no such step; "
+        "stop before it",
+    )
+    skip_bad_rows: bool = Field(
+        default=False, description="leave rows out whose stored states hold NaN or Inf; otherwise refuse them"
+    )
 
 
 class TrackSection(Section):

@@ -19,6 +19,7 @@ one at a time through safetensors' memory map: a row costs its own bytes, never 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -168,6 +169,17 @@ class StateWriter:
                 )
 
 
+class NotFiniteError(CorruptError):
+    """A row whose states hold NaN or Inf; `fault` says so without the cure."""
+
+    def __init__(self, fault: str):
+        super().__init__(
+            f"{fault}; move the folder away and make the states anew with `peagle extract RECIPE`, or set "
+            "train.skip_bad_rows=true to train without such rows"
+        )
+        self.fault = fault
+
+
 class StateStore:
     """Reads a sealed states store row by row, in any order."""
 
@@ -218,13 +230,34 @@ class StateStore:
         return rows
 
     def read(self, row: int) -> StateRow:
-        """Reads one row. Raises PeagleError for an unknown index, CorruptError for an unreadable shard."""
+        """Reads one row.
+
+        Raises PeagleError for an unknown index, CorruptError for an unreadable shard, NotFiniteError for
+        states that hold NaN or Inf.
+        """
         info, tensors = self._tensors(row, "token_ids", "loss_mask", "aux", "last")
+        for name in ("aux", "last"):
+            if not all(math.isfinite(value) for value in torch.aminmax(tensors[name])):
+                raise NotFiniteError(self._not_finite(info, name, tensors[name]))
         return StateRow(row, info.set, info.id, prompt_length=info.prompt_length, **tensors)
 
     def loss_mask(self, row: int) -> Tensor:
         """[n] bool, the loss mask of a row without its states; raises as `read`."""
         return self._tensors(row, "loss_mask")[1]["loss_mask"]
+
+    def info_of(self, row: int) -> RowInfo:
+        """What is known of one row."""
+        return self._info[row]
+
+    def not_finite(self, rows: Sequence[int]) -> dict[int, str]:
+        """Those of some rows whose states hold NaN or Inf, each with what is wrong; reads them all."""
+        faults = {}
+        for row in rows:
+            try:
+                self.read(row)
+            except NotFiniteError as error:
+                faults[row] = error.fault
+        return faults
 
     def token_ids(self, row: int) -> Tensor:
         """[n] int64, the tokens of a row without its states."""
@@ -251,6 +284,13 @@ class StateStore:
             return info, {name: shard.get_tensor(f"{row:06d}.{name}") for name in names}
         except (SafetensorError, OSError) as error:
             raise CorruptError(f"{path}: damaged: {error}; {_cure(self.directory)}") from error
+
+    def _not_finite(self, info: RowInfo, name: str, states: Tensor) -> str:
+        bad = (~torch.isfinite(states)).any(-1).nonzero()[:, 0].tolist()
+        return (
+            f"{self.directory / info.shard}: row {info.row} ({info.set} {info.id}): {name} holds NaN or Inf "
+            f"at {len(bad)} of {states.shape[0]} tokens, first at token {bad[0]}"
+        )
 
     def _prove(self, file: str) -> None:
         """Compares one shard with its checksum: a reader does so once, when it first opens it."""

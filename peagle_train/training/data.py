@@ -83,6 +83,12 @@ class Stream:
         self._ends: list[int] = []  # steps up to the end of every epoch counted so far
         self._epoch, self._steps = -1, list[list[list[int]]]()
 
+    @property
+    def longest(self) -> int:
+        """No micro-batch has more real slots than this."""
+        lengths = self.lengths.values()
+        return max(max(lengths), min(self.batch_tokens, sum(lengths)))
+
     def locate(self, step: int) -> tuple[int, int]:
         """(epoch, step within it) of a step."""
         while not self._ends or step >= self._ends[-1]:

@@ -99,6 +99,14 @@ def make_accelerator(run: Run) -> Accelerator:
     return accelerator
 
 
+def wrapping(accelerator: Accelerator) -> str:
+    """What `Wrapped.found` will say: one, ddp, zero1, zero2, zero3 or fsdp2."""
+    way = asked().way
+    if way == "deepspeed":
+        return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
+    return way if way == "fsdp2" else "ddp" if accelerator.num_processes > 1 else "one"
+
+
 def wrap(accelerator: Accelerator, module: DraftTraining, section: TrainSection) -> Wrapped:
     """Module and optimizer, wrapped as the launcher asked. Raises PeagleError if they came out otherwise."""
     wanted = asked()

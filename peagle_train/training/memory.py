@@ -21,6 +21,7 @@ from peagle_train.errors import PeagleError
 from peagle_train.head.engine import EngineSettings, trained_parameters
 from peagle_train.head.memory import footprint
 from peagle_train.head.model import DrafterHead
+from peagle_train.recipe.schema import TrainSection
 
 GIB = 2**30
 SHARE = {"cpu": 0.5, "cuda": 0.9}
@@ -31,6 +32,9 @@ ROWS = {"cpu": 2048, "cuda": 16384}
 
 LOGITS = {"cpu": 2**21, "cuda": 2**27}
 """Logits of a loss chunk where memory is no matter."""
+
+SLACK = 1.1
+"""Allocators round sizes up and leave holes."""
 
 LEAST_ROWS, LEAST_ELEMENTS = 64, 16
 """The smallest cut: below it an operator's start costs more than its work."""
@@ -72,22 +76,25 @@ def plan_memory(
     *,
     longest: int,
     positions: int,
+    device: torch.device,
     half: bool,
     backend: str,
     budget: int,
     resident: int,
-    states: int | None = None,
+    states: int,
+    cut: EngineSettings | None = None,
 ) -> MemoryPlan:
     """The largest cut, up to what is useful, whose peak fits.
 
     Args:
-        head: where it will train.
+        head: the drafter.
         longest: real slots of the largest batch.
         positions: K; a batch has at most K - 1 mask slots per real slot.
         half: whether it computes in bfloat16.
         backend: name of the attention backend.
         budget, resident: bytes one process may use, and uses already.
-        states: bytes of gradients and moments in this process; None: of all parameters.
+        states: bytes of gradients and optimizer in this process.
+        cut: the plan of this one instead; it was made for the run that goes on.
 
     Raises:
         PeagleError: the smallest cut does not fit; says what would.
@@ -95,20 +102,19 @@ def plan_memory(
     parameters = trained_parameters(head)
     weight = parameters[0].element_size()
     print_ = footprint(head.config, 2 if half else weight, weight)
-    device = head.lm_head.weight.device.type
-    if states is None:
-        states = 3 * sum(p.numel() * p.element_size() for p in parameters)
     most_rows = longest * (positions - 1)
-    rows = max(min(ROWS.get(device, ROWS["cuda"]), most_rows), 1)
-    elements = max(LOGITS.get(device, LOGITS["cuda"]) // head.config.draft_vocab_size, LEAST_ELEMENTS)
+    rows = max(min(ROWS.get(device.type, ROWS["cuda"]), most_rows), 1)
+    elements = max(LOGITS.get(device.type, LOGITS["cuda"]) // head.config.draft_vocab_size, LEAST_ELEMENTS)
     elements = min(elements, longest * positions)
 
     def plan(rows: int, elements: int) -> MemoryPlan:
-        real = print_.real_slot * longest
-        step = print_.step(longest, rows, elements) - real
+        real = int(SLACK * print_.real_slot * longest)
+        step = int(SLACK * print_.step(longest, rows, elements)) - real
         settings = EngineSettings(rows, elements, backend)
         return MemoryPlan(budget, resident, states, real, step, longest, settings)
 
+    if cut is not None:
+        return plan(cut.group_rows or most_rows, cut.loss_rows)
     while plan(rows, elements).peak > budget:
         # What weighs more gives way first.
         large_rows = (print_.mask_slot + print_.passing_mask) * rows > print_.element * elements
@@ -117,7 +123,7 @@ def plan_memory(
         elif elements > LEAST_ELEMENTS:
             elements = max(elements // 2, LEAST_ELEMENTS)
         else:
-            _refuse(plan(rows, elements), print_.real_slot)
+            _refuse(plan(rows, elements), int(SLACK * print_.real_slot))
     return plan(rows, elements)
 
 
@@ -132,6 +138,46 @@ def _refuse(plan: MemoryPlan, real_slot: int) -> None:
     raise PeagleError(
         f"train.memory: a batch of {plan.longest:,} tokens needs {_gib(plan.peak)} in one process with the "
         f"smallest cut, and the budget is {_gib(plan.budget)}. {cure}; or raise train.memory."
+    )
+
+
+def settle_engine(
+    stored: EngineSettings | None,
+    head: DrafterHead,
+    section: TrainSection,
+    longest: int,
+    device: torch.device,
+    *,
+    states: int,
+    processes: int,
+) -> MemoryPlan:
+    """The plan of a run that begins, or that of a run that goes on with the cut it began with.
+
+    Args:
+        stored: the cut in the checkpoint.
+        head: before it is wrapped, so its weights may still be on their way to the device.
+        section: the recipe's.
+        longest: real slots of the largest batch.
+        device: where it trains.
+        states: bytes of gradients and optimizer in one process.
+        processes: on this machine.
+    """
+    resident = resident_bytes(device)
+    if device.type != "cpu":
+        resident += sum(t.numel() * t.element_size() for t in head.state_dict().values())
+    asked = section.memory
+    budget = int(asked * GIB) if asked is not None else device_budget(device, processes)
+    return plan_memory(
+        head,
+        longest=longest,
+        positions=section.positions,
+        device=device,
+        half=section.precision == "bf16",
+        backend=stored.backend if stored else "sdpa" if section.backend == "auto" else section.backend,
+        budget=budget,
+        resident=resident,
+        states=states,
+        cut=stored,
     )
 
 
@@ -165,6 +211,23 @@ def peak_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _status("VmHWM")
+
+
+def states_bytes(head: DrafterHead, kind: str, world: int) -> int:
+    """Bytes of gradients and optimizer in one process, under a wrapping (`Wrapped.found`) of `world`.
+
+    ZeRO holds master weights beside the moments, and splits both; its later stages and FSDP2 split gradients.
+    """
+    weights = sum(p.numel() * p.element_size() for p in trained_parameters(head))
+    gradients, moments = weights, 2 * weights
+    if kind.startswith("zero"):
+        moments = 3 * weights // world
+    if kind in ("zero2", "zero3", "fsdp2"):
+        gradients = weights // world
+    if kind == "fsdp2":
+        moments //= world
+    # The engine's own sums of gradients are whole until they are handed out.
+    return moments + max(gradients, weights if world > 1 else 0)
 
 
 def report_peak(plan: MemoryPlan, device: torch.device, console: Console) -> None:

@@ -6,42 +6,60 @@ Reads states/, writes training/ (see checkpoint.py). One process or many: `peagl
 
 from __future__ import annotations
 
+import os
+import shlex
 import time
-from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from rich.console import Console
 
 from peagle_train.errors import PeagleError
 from peagle_train.files import remove_leftovers
+from peagle_train.head.engine import EngineSettings
+from peagle_train.head.loss import depth_weights
 from peagle_train.run import Run
-from peagle_train.stages import StageResult, begin, finished, require, seal
+from peagle_train.stages import StageResult, begin, finished, reopen, require, seal
 from peagle_train.store.documents import Documents, slot_counts, trainable_rows
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
 from peagle_train.target.tokens import end_tokens_of
+from peagle_train.training.checkpoint import last_recorded, require_room_to_train
 from peagle_train.training.data import Stream
-from peagle_train.training.launch import make_accelerator
+from peagle_train.training.ending import why_ended
+from peagle_train.training.launch import make_accelerator, wrapping
 from peagle_train.training.loop import Loop, TrainingSet
+from peagle_train.training.memory import MemoryPlan, report_peak, reset_peak, settle_engine, states_bytes
 from peagle_train.training.module import DraftTraining
+from peagle_train.training.resume import CHECKPOINTS, engine_of, refuse_another, threads_of
+from peagle_train.training.signals import StoppedError
 from peagle_train.training.start import make_start, mask_token_of
+from peagle_train.training.together import on_main
 from peagle_train.training.tracking import require_trackers, trackers
+from peagle_train.training.validation import best_score
 from peagle_train.training.warm_start import start_parts
 
-T = TypeVar("T")
-FORMAT = "peagle-training-1"
+FORMAT = "peagle-training-2"
+
+FREE = {"log_every", "checkpoint_every", "keep_checkpoints", "patience", "max_hours", "on_spike", "memory"}
+"""Keys that change no step: a training goes on when they change.
+
+A spike that was met is in the log; the cut that `memory` led to is in the checkpoint.
+"""
 
 
 def train(run: Run, console: Console) -> StageResult:
     """Trains the head of a run.
 
     Raises:
-        PeagleError: the states are missing or stale, or the loss stopped being finite.
+        PeagleError: the states are missing, stale or not finite; the loss stopped being finite; the disk is
+            full.
+        StaleError: an unfinished training of another recipe is there.
+        StoppedError: a signal stopped the training, which is saved.
     """
     accelerator = make_accelerator(run)
     recipe, directory = run.recipe, run.training_dir
@@ -55,57 +73,106 @@ def train(run: Run, console: Console) -> StageResult:
         # They share each step's rows: another number of them is another batch.
         "processes": accelerator.num_processes,
         "head": recipe.head.model_dump(mode="json"),
-        "train": recipe.train.model_dump(mode="json", exclude={"log_every", "checkpoint_every"}),
+        "train": recipe.train.model_dump(mode="json", exclude=FREE),
         **start_parts(recipe.head),
     }
-    done = _on_main(accelerator, lambda: finished(directory, parts, console))
+    done = on_main(accelerator, lambda: _finished(run, parts, console))
     if done is not None:
         return done
     # All that can be wrong with the inputs is told before an earlier training is set aside.
-    _on_main(accelerator, lambda: require_trackers(recipe.track))
+    on_main(accelerator, lambda: require_trackers(recipe.track))
     start = time.monotonic()
     store = StateStore(run.states_dir, expected=states)
-    rows, validation = trainable_rows(store, "train"), trainable_rows(store, "validation")
+    rows, validation = (_rows(run, store, name, accelerator, console) for name in ("train", "validation"))
     if not rows or not validation:
         raise PeagleError(
             f"{run.states_dir}: {len(rows)} training and {len(validation)} validation rows have a trainable "
             "chain (an answer of at least two tokens); expected at least one of each. Raise "
             "data.max_new_tokens or the counts under data."
         )
-    folder = _on_main(accelerator, lambda: obtain(recipe.target, console))
-    _on_main(accelerator, lambda: _check_mask_token(run, folder, store))
-    _on_main(accelerator, lambda: _begin(directory, parts, console))
-    module = _build(run, folder, store, rows, accelerator, console)
-    stream = Stream(
-        rows,
-        slot_counts(store, rows),
-        recipe.seed,
-        batch_tokens=recipe.train.batch_tokens,
-        accumulate=recipe.train.accumulate,
-        world=accelerator.num_processes,
-    )
-    console.print(stream.describe(), highlight=False)
-    with trackers(accelerator, recipe, directory, console) as tracking:
-        loop = Loop(
-            accelerator,
-            module,
-            TrainingSet(Documents(store, recipe.train.positions), stream, validation),
-            recipe.train,
-            seed=recipe.seed,
-            directory=directory,
-            console=console,
-            tracking=tracking,
+    folder = on_main(accelerator, lambda: obtain(recipe.target, console))
+    on_main(accelerator, lambda: _check_mask_token(run, folder, store))
+    on_main(accelerator, lambda: _begin(directory, parts, console))
+    engine = on_main(accelerator, lambda: engine_of(directory, accelerator.device))
+    with threads_of(engine):
+        module = _build(run, folder, store, rows, accelerator, console)
+        stream = Stream(
+            rows,
+            slot_counts(store, rows),
+            recipe.seed,
+            batch_tokens=recipe.train.batch_tokens,
+            accumulate=recipe.train.accumulate,
+            world=accelerator.num_processes,
         )
-        standing = loop.run()
+        console.print(stream.describe(), highlight=False)
+        plan = on_main(accelerator, lambda: _plan_memory(run, module, stream, engine, accelerator, console))
+        module.engine = plan.settings
+        engine |= asdict(plan.settings)
+        keep = recipe.train.keep_checkpoints
+        on_main(accelerator, lambda: require_room_to_train(directory, module.head, keep))
+        with trackers(accelerator, recipe, directory, console) as tracking:
+            loop = Loop(
+                accelerator,
+                module,
+                TrainingSet(Documents(store, recipe.train.positions), stream, validation),
+                recipe.train,
+                seed=recipe.seed,
+                directory=directory,
+                console=console,
+                tracking=tracking,
+                engine=engine,
+            )
+            try:
+                reset_peak(accelerator.device)
+                standing = loop.run()
+                report_peak(plan, accelerator.device, console)
+            except StoppedError as stopped:
+                raise StoppedError(
+                    f"{stopped}; go on with: {_command(run, accelerator)}", stopped.number
+                ) from None
+    best = on_main(accelerator, lambda: best_score(directory / "best"))
     message = (
-        f"{recipe.train.steps} steps on {len(rows)} rows; best validation acceptance length "
-        f"{standing.best_acceptance:.3f} at step {standing.best_step}: {directory / 'best'}"
+        f"{why_ended(standing, recipe.train)} on {len(rows)} rows; best validation acceptance length "
+        f"{best['validation']['acceptance_length']:.3f} at step {best['step']}: {directory / 'best'}"
     )
-    result = _on_main(
+    return on_main(
         accelerator,
         lambda: seal(directory, parts, time.monotonic() - start, message, run.command_for("export")),
     )
-    return result
+
+
+def _finished(run: Run, parts: dict[str, Any], console: Console) -> StageResult | None:
+    """The result of a training that is done: of this recipe, and over by the limits that it has now."""
+    directory = run.training_dir
+    refuse_another(directory, parts, run.command_for("train"))
+    done = finished(directory, parts, console)
+    saved = last_recorded(directory / CHECKPOINTS)
+    if done is None or saved is None or why_ended(saved.standing, run.recipe.train) is not None:
+        return done
+    console.print(f"{directory}: goes on from step {saved.standing.step}, for its limits are wider now")
+    reopen(directory)
+    return None
+
+
+def _rows(run: Run, store: StateStore, name: str, accelerator: Accelerator, console: Console) -> list[int]:
+    """The rows of a set that can be used; without those that are not finite, if the recipe says so."""
+    rows = trainable_rows(store, name)
+    if not run.recipe.train.skip_bad_rows:
+        return rows  # one that is not finite is refused when it is read
+    bad = store.not_finite(rows)
+    if accelerator.is_main_process:
+        for fault in bad.values():
+            console.print(f"left out: {fault}", style="yellow", markup=False)
+    return [row for row in rows if row not in bad]
+
+
+def _command(run: Run, accelerator: Accelerator) -> str:
+    """What takes a stopped training further."""
+    if accelerator.num_processes > 1:
+        arguments = shlex.join(["-m", "peagle_train.training", run.source, *run.overrides])
+        return f"the same launch of {accelerator.num_processes} processes ({arguments})"
+    verb = "run" if run.command[:2] == ("peagle", "run") else "train"
+    return run.command_for(verb)
 
 
 def _check_mask_token(run: Run, folder: Path, store: StateStore) -> None:
@@ -139,12 +206,30 @@ def _build(
     with accelerator.main_process_first():
         start = make_start(recipe, target, store, rows, run.training_dir, quiet)
     torch.manual_seed(recipe.seed)
-    return DraftTraining(start.head, start.target_output, recipe.train.positions, recipe.train.loss)
+    train = recipe.train
+    weights = depth_weights(train.depth_weights, train.positions, train.cod.rate, train.cod.floor)
+    return DraftTraining(start.head, start.target_output, train.positions, train.loss, weights)
 
 
-def _on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
-    """Runs `action` in the main process and gives every process its result."""
-    result: list[Any] = [action() if accelerator.is_main_process else None]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(result, from_process=0)
-    return cast(T, result[0])
+def _plan_memory(
+    run: Run,
+    module: DraftTraining,
+    stream: Stream,
+    engine: dict[str, Any],
+    accelerator: Accelerator,
+    console: Console,
+) -> MemoryPlan:
+    """The cut of this run's batches, printed; that of its checkpoint if it goes on."""
+    kind, world = wrapping(accelerator), accelerator.num_processes
+    names = [field.name for field in fields(EngineSettings)]
+    plan = settle_engine(
+        EngineSettings(**{name: engine[name] for name in names}) if set(names) <= set(engine) else None,
+        module.head,
+        run.recipe.train,
+        stream.longest,
+        accelerator.device,
+        states=states_bytes(module.head, kind, world),
+        processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
+    console.print(plan.table())
+    return plan

@@ -136,8 +136,9 @@ def _report_coverage(
 
     seen: distinct tokens of the training answers; what they do not hold no size of vocabulary can choose.
     """
-    answers = [store.read(info.row) for info in store.info("validation")]
-    counts = count_supervised(((a.token_ids, a.loss_mask) for a in answers), vocab_size)
+    rows = [info.row for info in store.info("validation")]
+    answers = ((store.token_ids(row), store.loss_mask(row)) for row in rows)
+    counts = count_supervised(answers, vocab_size)
     share = float(counts[token_ids].sum() / counts.sum())
     console.print(f"of the validation answers {100 * share:.1f} % of the tokens can be drafted")
     if share < LEAST_COVERAGE:

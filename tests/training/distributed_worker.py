@@ -28,7 +28,7 @@ from peagle_train.errors import PeagleError
 from peagle_train.recipe.schema import CodSection, TrainSection
 from peagle_train.store.documents import Documents, slot_counts
 from peagle_train.store.states import StateRow
-from peagle_train.training.checkpoint import Progress
+from peagle_train.training.checkpoint import Standing
 from peagle_train.training.data import Stream
 from peagle_train.training.launch import make_accelerator
 from peagle_train.training.loop import Loop, TrainingSet
@@ -121,7 +121,7 @@ def fresh_accelerator() -> Accelerator:
 def results(loop: Loop, directory: Path, start: int = 0, steps: int = STEPS) -> dict[str, Any]:
     """Records of some steps, and the validation after them."""
     records = [loop._step(step) for step in range(start, steps)]
-    loop.standing = Progress(best_acceptance=POSITIONS + 1.0)  # no head is good enough to be written
+    loop.standing = Standing(best_acceptance=POSITIONS + 1.0)  # no head is good enough to be written
     loop._validate()
     lines = (directory / "log.jsonl").read_text().splitlines() if loop.accelerator.is_main_process else []
     return {"records": records, "validation": [json.loads(line) for line in lines][-1:]}

@@ -32,7 +32,12 @@ from peagle_train.training.launch import make_accelerator
 from peagle_train.training.tracking import curves, trackers
 from tests.recipe.test_load import GOOD
 from tests.training.conftest import Made
-from tests.training.test_loop import Killed, log_of, make_loop
+from tests.training.test_loop import log_of, make_loop
+
+
+class Killed(Exception):
+    pass
+
 
 TRACKERS = ["tensorboard", "wandb", "mlflow", "trackio"]
 SECRET = "0123456789abcdef" * 2 + "deadbeef"

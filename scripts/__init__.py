@@ -1,0 +1,1 @@
+"""Programs that are run by hand, from the root of the repository."""
