@@ -72,12 +72,10 @@ def _obstacle(
 ) -> tuple[str, str] | None:
     """What keeps a backend of the streams from running here, and the cure."""
     instead = "Set train.backend: sdpa, or auto"
-    if name != "sdpa":
-        if head.config.method == "eagle3":
-            return "the unroll of eagle3 has torch's attention alone", instead
-        found = _flash_obstacle(device, dtype) if name == "flash" else _flex_obstacle(device)
-        if found is not None:
-            return found
+    if name != "sdpa" and head.config.method == "eagle3":
+        return "the unroll of eagle3 has torch's attention alone", instead
+    if (lacking := missing(name, device, dtype)) is not None:
+        return lacking
     if device.type == "cpu":
         return None  # proven by the tests, on the machine that made them and on yours
     config = head.config
@@ -93,8 +91,14 @@ def _obstacle(
     return None if fault is None else (f"compared with the rule on {device}, {fault}", cure)
 
 
-def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
+def missing(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
+    """What device, dtype or installed packages lack for a backend, and the cure; None: it can be proven."""
     instead = "set train.backend: sdpa, or auto"
+    if name == "flex" and device.type != "cuda":
+        where = "on CPU" if device.type == "cpu" else f"on {device.type} that is known here"
+        return f"flex_attention has no backward {where}", instead.capitalize()
+    if name != "flash":
+        return None
     if device.type != "cuda":
         return f"flash-attn runs on NVIDIA GPUs, and this is a {device.type}", instead.capitalize()
     if dtype not in (torch.bfloat16, torch.float16):
@@ -104,13 +108,6 @@ def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> tuple[str, str]
     except ImportError as error:
         return f"the package flash-attn does not load ({error})", f"`pip install flash-attn`, or {instead}"
     return None
-
-
-def _flex_obstacle(device: torch.device) -> tuple[str, str] | None:
-    if device.type == "cuda":
-        return None
-    where = "on CPU" if device.type == "cpu" else f"on {device.type} that is known here"
-    return f"flex_attention has no backward {where}", "Set train.backend: sdpa, or auto"
 
 
 def _short(dtype: torch.dtype) -> str:

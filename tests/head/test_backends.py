@@ -344,7 +344,7 @@ def test_auto_takes_what_is_proven_and_says_what_was_not(monkeypatch: pytest.Mon
         "and this is a cpu"
     )
     cuda = torch.device("cuda")
-    monkeypatch.setattr(choose, "_flash_obstacle", lambda device, dtype: None)
+    monkeypatch.setattr(choose, "missing", lambda name, device, dtype: None)
     proofs: dict[str, str | None] = {"flash": "dk differs by 3.0e-01", "sdpa": None}
     monkeypatch.setattr(choose, "fault_of", lambda backend, *given, **sizes: proofs[backend.name])
     monkeypatch.setattr(choose, "_describe", lambda name, *given: name)
