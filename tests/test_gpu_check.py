@@ -119,5 +119,8 @@ def test_the_tests_that_it_runs_become_lines(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_plans_cover_every_head_without_allocating() -> None:
-    table = heads.plans()
-    assert table.row_count == len(heads.HEADS) * 2 * len(heads.TOKENS)
+    plans, units = heads.plans()
+    assert plans.row_count == len(heads.HEADS) * 2 * len(heads.TOKENS)
+    assert units.row_count == len(heads.HEADS) * 2
+    peaks = [float(cell) for cell in plans.columns[5].cells]  # type: ignore[arg-type]
+    assert all(0 < peak < heads.PLANNED_ON / heads.GIB for peak in peaks)

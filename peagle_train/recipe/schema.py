@@ -267,9 +267,10 @@ class TrainSection(Section):
         description="GiB one process may use: of the GPU, or of the machine when it trains on a CPU; groups "
         "and chunks of a step follow from it; left out: read from the device when the run begins",
     )
-    backend: Literal["auto", "sdpa", "reference"] = Field(
+    backend: Literal["auto", "sdpa", "flash", "flex", "reference"] = Field(
         default="auto",
-        description="attention; auto: the fastest that is proven on the device; reference: one dense mask",
+        description="attention; auto: flash where it is proven on the device, else sdpa; flash needs the "
+        "package flash-attn; reference: one dense mask",
     )
     precision: Literal["fp32", "bf16"] = Field(
         default="bf16", description="bf16: computed in bfloat16 over float32 master weights"

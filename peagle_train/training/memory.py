@@ -148,6 +148,7 @@ def settle_engine(
     longest: int,
     device: torch.device,
     *,
+    backend: str,
     states: int,
     processes: int,
 ) -> MemoryPlan:
@@ -159,6 +160,7 @@ def settle_engine(
         section: the recipe's.
         longest: real slots of the largest batch.
         device: where it trains.
+        backend: that was chosen for the device (`head/choose.py`).
         states: bytes of gradients and optimizer in one process.
         processes: on this machine.
     """
@@ -173,7 +175,7 @@ def settle_engine(
         positions=section.positions,
         device=device,
         half=section.precision == "bf16",
-        backend=stored.backend if stored else "sdpa" if section.backend == "auto" else section.backend,
+        backend=backend,
         budget=budget,
         resident=resident,
         states=states,

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from peagle_train.errors import PeagleError
 from peagle_train.files import remove_leftovers
+from peagle_train.head.choose import choose_backend
 from peagle_train.head.engine import EngineSettings
 from peagle_train.head.loss import depth_weights
 from peagle_train.run import Run
@@ -219,15 +220,21 @@ def _plan_memory(
     accelerator: Accelerator,
     console: Console,
 ) -> MemoryPlan:
-    """The cut of this run's batches, printed; that of its checkpoint if it goes on."""
+    """Backend and cut of this run's batches, printed; those of its checkpoint if it goes on."""
     kind, world = wrapping(accelerator), accelerator.num_processes
     names = [field.name for field in fields(EngineSettings)]
+    stored = EngineSettings(**{name: engine[name] for name in names}) if set(names) <= set(engine) else None
+    train, device = run.recipe.train, accelerator.device
+    dtype = torch.bfloat16 if train.precision == "bf16" else module.head.lm_head.weight.dtype
+    backend, why = choose_backend(stored.backend if stored else train.backend, device, dtype, module.head)
+    console.print(f"attention: {why}", highlight=False)
     plan = settle_engine(
-        EngineSettings(**{name: engine[name] for name in names}) if set(names) <= set(engine) else None,
+        stored,
         module.head,
-        run.recipe.train,
+        train,
         stream.longest,
-        accelerator.device,
+        device,
+        backend=backend,
         states=states_bytes(module.head, kind, world),
         processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )

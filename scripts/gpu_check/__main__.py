@@ -40,7 +40,7 @@ def main() -> int:
     options = _options()
     console = Console(width=max(140, Console().width))  # the table keeps its width where it is piped
     if options.plan:
-        console.print(plans())
+        console.print(*plans(), sep="\n\n")
         return 0
     settings = Settings(options.device, options.tiny)
     if options.part is not None:  # a process of its own: lines to whoever started it

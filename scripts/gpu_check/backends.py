@@ -63,7 +63,8 @@ BFLOAT16_ERROR = 2.0
 def kernels(settings: Settings) -> Iterator[Check]:
     """The private operators of torch and flash-attn, merged values in the backward included."""
     device = torch.device(settings.device)
-    for kernel in (*CANDIDATES[device.type], FlashAttn, Tiled):
+    kernels: list[type[Any]] = [*CANDIDATES[device.type], FlashAttn, Tiled]
+    for kernel in kernels:
         for dtype in DTYPES:
             for dim in sorted({dim for dim, _ in SHAPES.values()}):
                 name = f"{kernel.name}, {_short(dtype)}, {dim} dimensions"

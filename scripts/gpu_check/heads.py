@@ -18,6 +18,7 @@ from peagle_train.errors import PeagleError
 from peagle_train.head.batch import PackedBatch, pack
 from peagle_train.head.choose import missing
 from peagle_train.head.config import HeadConfig
+from peagle_train.head.memory import footprint
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.rope import Rope
 from peagle_train.training.memory import (
@@ -212,22 +213,32 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def plans() -> Table:
-    """The memory plans of all cases on a GPU of PLANNED_ON bytes; allocates nothing."""
-    table = Table(title=f"Memory plans, GiB, K = {POSITIONS}, bfloat16, {PLANNED_ON / 1e9:.0f} GB GPU")
-    for title in ("head", "weights", "states", "real slots", "a step's rest", "peak", "group", "chunk"):
-        table.add_column(title, justify="left" if title == "head" else "right")
+def plans() -> tuple[Table, Table]:
+    """The memory plans of all cases on a GPU of PLANNED_ON bytes, and what they count; allocates nothing."""
+    gpu = f"a GPU of {PLANNED_ON / 1e9:.0f} GB"
+    title = f"Memory plans, GiB; K = {POSITIONS}, bfloat16 over float32 weights, {gpu}"
+    made, units = Table(title=title), Table(title="Bytes per unit (head/memory.py), before the plan's slack")
+    _columns(made, "head", "weights", "states", "real slots", "rest", "peak", "group", "chunk")
+    _columns(units, "head", "real slot", "mask slot", "passing", "element", "layers' weights")
     for name, config, tokens in cases(tiny=False):
         with torch.device("meta"):
             head = DrafterHead(config)
+        if tokens == TOKENS[0]:
+            unit = footprint(config, 2, 4)
+            counts = (unit.real_slot, unit.mask_slot, unit.passing_mask, unit.element, unit.group)
+            units.add_row(name.rsplit(", ", 1)[0], *(f"{count:,}" for count in counts))
         try:
-            made = plan(head, tokens, "sdpa", torch.device("cuda"), PLANNED_ON, _weights(config))
+            it = plan(head, tokens, "sdpa", torch.device("cuda"), PLANNED_ON, _weights(config))
         except PeagleError as error:
-            table.add_row(name, str(error))
+            made.add_row(name, str(error))
             continue
-        parts = (made.resident, made.states, made.real, made.step, made.peak)
-        cut = made.settings
-        table.add_row(
-            name, *(f"{part / GIB:.1f}" for part in parts), f"{cut.group_rows:,}", f"{cut.loss_rows:,}"
-        )
-    return table
+        parts = (it.resident, it.states, it.real, it.step, it.peak)
+        cut = (f"{it.settings.group_rows:,}", f"{it.settings.loss_rows:,}")
+        made.add_row(name, *(f"{part / GIB:.2f}" for part in parts), *cut)
+    return made, units
+
+
+def _columns(table: Table, first: str, *others: str) -> None:
+    table.add_column(first)
+    for title in others:
+        table.add_column(title, justify="right")

@@ -274,10 +274,17 @@ def test_new_lengths_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counter.frame_count == 2
 
 
-def test_flex_compiled_on_the_cpu_equals_the_rule_with_own_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "compiler",
+    # slow: three kernels in C++
+    ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],
+)
+def test_flex_compiled_on_the_cpu_equals_the_rule_with_own_chains(
+    compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values of all three ways of calling it; flex_attention has no backward on a CPU."""
     torch._dynamo.reset()
-    function = torch.compile(flex_attention, dynamic=False, backend="aot_eager")
+    function = torch.compile(flex_attention, dynamic=False, backend=compiler)
     monkeypatch.setattr(flex, "compiled", lambda: function)
     seen: list[Tensor] = []
 
