@@ -48,14 +48,13 @@ class OwnChains:
         """Keys between the starts of two bands; a band has `back` more."""
         return self.rows * self.stride
 
-    def hidden(self, dtype: torch.dtype) -> Tensor:
-        """[bands, 1, 1, rows, step + back]: -inf for keys of a band that are not a row's own, else 0."""
+    def seen(self, dtype: torch.dtype) -> Tensor:
+        """[bands, 1, 1, rows, step + back]: 1 for the keys of a band that are a row's own, else 0."""
         device = self.lengths.device
         lengths = F.pad(self.lengths, (0, -len(self.lengths) % self.rows), value=1).view(-1, self.rows, 1)
         end = (torch.arange(self.rows, device=device)[:, None] + 1) * self.stride + self.back
         key = torch.arange(self.step + self.back, device=device)
-        outside = ((key >= end) | (key < end - lengths))[:, None, None]
-        return torch.zeros(outside.shape, dtype=dtype, device=device).masked_fill_(outside, float("-inf"))
+        return ((key < end) & (key >= end - lengths))[:, None, None].to(dtype)
 
     def bands_of_rows(self, x: Tensor) -> Tensor:
         """[Hkv, g, m, D] -> [bands, Hkv, g * rows, D]."""
@@ -85,8 +84,8 @@ class OwnChains:
 
 def own_forward(rows: Tensor, k: Tensor, v: Tensor, chains: OwnChains) -> tuple[Tensor, Tensor]:
     """(out, lse), at least float32."""
-    weights, lse = weigh(_scores(rows, k, chains))
-    groups = rows.shape[1]
+    weights, lse = weigh(*_scores(rows, k, chains))
+    weights, lse, groups = weights.flatten(2, 3), lse.flatten(2), rows.shape[1]
     out = torch.matmul(weights, chains.bands_of_keys(v).to(weights.dtype))
     return chains.rows_of_bands(out, groups), chains.rows_of_bands(lse[..., None], groups)[..., 0]
 
@@ -95,7 +94,9 @@ def own_backward(
     grad: Tensor, rows: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, chains: OwnChains
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of rows, k and v; out and lse are those of the whole softmax the chains are part of."""
-    weights = weigh_again(_scores(rows, k, chains), chains.bands_of_rows(lse[..., None])[..., 0])
+    scores, seen = _scores(rows, k, chains)
+    banded_lse = chains.bands_of_rows(lse[..., None])[..., 0]  # [bands, Hkv, g * rows]
+    weights = weigh_again(scores, banded_lse.unflatten(2, (-1, chains.rows)), seen).flatten(2, 3)
     wide = weights.dtype
     grad, out = grad.to(wide), out.to(wide)
     delta = chains.bands_of_rows((grad * out).sum(-1, keepdim=True))
@@ -109,11 +110,10 @@ def own_backward(
     return d_rows, d_k.to(k.dtype), d_v.to(v.dtype)
 
 
-def _scores(rows: Tensor, k: Tensor, chains: OwnChains) -> Tensor:
-    """[bands, Hkv, g * rows, step + back], -inf where not its own; at least float32."""
+def _scores(rows: Tensor, k: Tensor, chains: OwnChains) -> tuple[Tensor, Tensor]:
+    """[bands, Hkv, g, rows, step + back] and what of it is seen; at least float32."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     queries = chains.bands_of_rows(rows).to(wide)
     scores = torch.matmul(queries, chains.bands_of_keys(k).to(wide).transpose(-1, -2))
     scores.mul_(rows.shape[-1] ** -0.5)
-    scores.unflatten(2, (-1, chains.rows)).add_(chains.hidden(wide))
-    return scores
+    return scores.unflatten(2, (-1, chains.rows)), chains.seen(wide)

@@ -25,8 +25,12 @@ TILE = 512
 """Keys in one tile of `tiled`: with 128 queries the scores stay in a core's second-level cache."""
 
 
-LEAST = -80.0
-"""Logarithm of the smallest weight: 2e-35, next to nothing beside 1 in float64 too."""
+LEAST = -50.0
+"""Logarithm of the smallest weight, 2e-22: nothing beside 1, in float64 too. On CPUs an exponential that
+underflows takes a hundred times as long as another, and products of its denormal results do as well."""
+
+FAR = 1e30
+"""Far below any score."""
 
 
 class Kernel(Protocol):
@@ -169,23 +173,34 @@ class EfficientCUDA:
         return dq[0], dk[0], dv[0]
 
 
-def weigh(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax in place and its log-sum-exp: scores [..., R, S], -inf where unseen -> weights, lse [..., R].
+def weigh(scores: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Softmax in place and its log-sum-exp.
 
-    A row that sees nothing has lse -inf and weights that are to be ignored. On CPUs the exponential of a
-    number that underflows takes a hundred times as long as another's, so what is unseen weighs e ** -80.
+    Args:
+        scores: [..., R, S].
+        seen: 1.0 where a row sees a key and 0.0 elsewhere, in the scores' dtype, broadcast against them;
+            None: everywhere.
+
+    Returns:
+        weights, exactly 0 where unseen, and lse [..., R]; a row that sees nothing has lse -inf.
     """
+    if seen is not None:
+        scores.add_((seen - 1) * FAR)
     top = scores.amax(-1, keepdim=True)
-    blind = top == float("-inf")
-    top.masked_fill_(blind, 0.0)
-    total = scores.sub_(top).clamp_(min=LEAST).exp_().sum(-1, keepdim=True)
+    blind = top < -FAR / 2
+    weights = scores.sub_(top).clamp_(min=LEAST).exp_()
+    if seen is not None:
+        weights.mul_(seen)
+    total = weights.sum(-1, keepdim=True).masked_fill_(blind, 1.0)
     lse = total.log().add_(top).masked_fill_(blind, float("-inf"))
-    return scores.div_(total), lse[..., 0]
+    return weights.div_(total), lse[..., 0]
 
 
-def weigh_again(scores: Tensor, lse: Tensor) -> Tensor:
+def weigh_again(scores: Tensor, lse: Tensor, seen: Tensor | None = None) -> Tensor:
     """The same weights in place, as shares of a whole softmax with log-sum-exp `lse` [..., R]."""
-    return scores.sub_(lse[..., None]).clamp_(min=LEAST).exp_()
+    # A share is at most 1; what is not seen may score anything and must not overflow before it is 0.
+    weights = scores.sub_(lse[..., None]).clamp_(LEAST, 1.0).exp_()
+    return weights if seen is None else weights.mul_(seen)
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,15 +57,15 @@ class SharedPrefix:
     window: int | None
     blocks: tuple[Block, ...]
 
-    def hidden(self, block: Block, dtype: torch.dtype) -> Tensor:
-        """[rows, edge keys]: -inf where a row does not see an edge key, else 0."""
+    def seen(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """[rows, edge keys]: 1 where a row sees an edge key, else 0."""
         (start, end), device = block.rows, self.anchor.device
         keys = torch.cat([torch.arange(a, b, device=device) for a, b in block.edges])
         anchor = self.anchor[start:end, None]
-        unseen = keys > anchor
+        seen = keys <= anchor
         if self.window is not None:
-            unseen = unseen | (anchor + self.depth[start:end, None] - keys >= self.window)
-        return torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, float("-inf"))
+            seen = seen & (anchor + self.depth[start:end, None] - keys < self.window)
+        return seen.to(dtype)
 
 
 def shared_prefix(
@@ -227,8 +227,8 @@ def _parts(
     if end > start:
         yield kernel.forward(q, k[:, start:end], v[:, start:end])
     if block.edges:
-        weights, lse = weigh(_edge_scores(q, k, block, prefix))
-        yield torch.bmm(weights.to(v.dtype), _edge(v, block)), lse
+        weights, lse = weigh(*_edge_scores(q, k, block, prefix))
+        yield torch.bmm(weights.flatten(1, 2).to(v.dtype), _edge(v, block)), lse
 
 
 def _edge(x: Tensor, block: Block) -> Tensor:
@@ -237,12 +237,11 @@ def _edge(x: Tensor, block: Block) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _edge_scores(q: Tensor, k: Tensor, block: Block, prefix: SharedPrefix) -> Tensor:
-    """[Hkv, g * rows, n], -inf where unseen; at least float32."""
+def _edge_scores(q: Tensor, k: Tensor, block: Block, prefix: SharedPrefix) -> tuple[Tensor, Tensor]:
+    """[Hkv, g, rows, n] and what of it is seen; at least float32."""
     scores = torch.bmm(q, _edge(k, block).transpose(1, 2)).to(torch.promote_types(q.dtype, torch.float32))
-    hidden = prefix.hidden(block, scores.dtype)
-    scores.mul_(q.shape[-1] ** -0.5).unflatten(1, (-1, hidden.shape[0])).add_(hidden)
-    return scores
+    seen = prefix.seen(block, scores.dtype)
+    return scores.mul_(q.shape[-1] ** -0.5).unflatten(1, (-1, len(seen))), seen
 
 
 def _edge_backward(
@@ -259,7 +258,8 @@ def _edge_backward(
 ) -> Tensor:
     """Adds to dk and dv; returns the gradient of q."""
     keys, values = _edge(k, block), _edge(v, block)
-    weights = weigh_again(_edge_scores(q, k, block, prefix), lse)
+    scores, seen = _edge_scores(q, k, block, prefix)
+    weights = weigh_again(scores, lse.view(scores.shape[:-1]), seen).flatten(1, 2)
     delta = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
     slope = torch.bmm(grad, values.transpose(1, 2)).to(weights.dtype)
     slope = slope.sub_(delta).mul_(weights).mul_(q.shape[-1] ** -0.5).to(q.dtype)
