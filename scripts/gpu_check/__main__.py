@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import scripts.gpu_check as package
@@ -119,7 +120,7 @@ def _table(lines: list[Line]) -> Table:
     for line in lines:
         style = STYLES[line.outcome]
         outcome = f"[{style}]{line.outcome}[/{style}]"
-        table.add_row(line.part, line.name, outcome, line.detail.replace("[", r"\["), f"{line.seconds:.1f}")
+        table.add_row(line.part, escape(line.name), outcome, escape(line.detail), f"{line.seconds:.1f}")
     return table
 
 

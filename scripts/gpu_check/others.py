@@ -17,6 +17,9 @@ import torch
 from scripts.gpu_check.lines import Check, Failed, Settings, Skip, fail, skip
 
 ROOT = Path(__file__).resolve().parents[2]
+SAID = 400
+"""Characters of what a failed test said."""
+
 LIMIT = 1800
 """Seconds for one run of tests."""
 
@@ -93,5 +96,6 @@ def _outcome(case: ElementTree.Element) -> tuple[str, dict[str, Any]]:
     for kind, raised in (("failure", Failed), ("error", Failed), ("skipped", Skip)):
         found = case.find(kind)
         if found is not None:
-            raise raised((found.get("message") or kind).splitlines()[0])
+            # Of an assertion about a subprocess the end says most.
+            raise raised(" ".join((found.get("message") or kind).split())[-SAID:])
     return f"{case.get('classname')}", {"seconds": float(case.get("time") or 0)}
