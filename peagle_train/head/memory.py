@@ -26,12 +26,13 @@ class Footprint:
     passing_mask: int  # on the way back, per mask slot of a group
     element: int  # per element of a loss chunk
     group: int  # gradients of the layers' weights, once per group beside the sums
+    output: int  # lm_head's copy in half precision, and what a chunk adds to its gradient
 
     def step(self, real_slots: int, group_rows: int, loss_rows: int) -> int:
         """Peak of a batch above weights, gradients and optimizer."""
         kept = self.real_slot * real_slots
         group = (self.mask_slot + self.passing_mask) * group_rows + self.group + self.element * loss_rows
-        return kept + max(group, self.passing_real * real_slots)
+        return kept + self.output + max(group, self.passing_real * real_slots)
 
 
 def footprint(config: HeadConfig, act: int, par: int) -> Footprint:
@@ -58,4 +59,5 @@ def footprint(config: HeadConfig, act: int, par: int) -> Footprint:
         # Draft logits as computed and wide, their softmax; the target's row as computed, wide, and gathered.
         element=vocabulary * (2 * act + 5 * wide),
         group=layers * matrices * par,
+        output=2 * vocabulary * h * act if act < par else 0,
     )
