@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from rich.console import Console
 
 from peagle_train import Run, run_all
@@ -21,47 +20,21 @@ from peagle_train.export.checks import check_head
 from peagle_train.export.layout import export_head
 from peagle_train.head.io import load_head
 from peagle_train.pipeline import evaluate_other, run_stage
-from tests.twins import tiny_llama
+from tests.tiny_run import tiny_recipe
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe of seconds: 8 questions of the user's own to train on, 4 to choose by, 4 to report on."""
     folder = tmp_path_factory.mktemp("road")
-    tiny_llama(folder / "target")
-    for name, first, count in (("train", 0, 8), ("validation", 20, 4), ("heldout", 40, 4)):
-        lines = [json.dumps({"prompt": f"What is {n} plus {n}?"}) for n in range(first, first + count)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    values = {
-        "name": "twin",
-        "output": str(folder / "runs"),
-        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
-        "data": {
-            "train": {"source": str(folder / "train.jsonl")},
-            "validation": {"source": str(folder / "validation.jsonl")},
-            "heldout": {"sums": {"source": str(folder / "heldout.jsonl")}},
-            "max_new_tokens": 20,
-            "batch_size": 8,
-            "workers": 1,
-        },
-        "states": {"dtype": "float32"},
-        "head": {"layers": 1, "aux_layers": [1, 2, 3], "mask_token": "unused", "draft_vocab_size": 64},
-        "train": {
-            "positions": 5,
-            "steps": 12,
-            "batch_tokens": 128,
-            "accumulate": 2,
-            "learning_rate": 2e-3,
-            "precision": "fp32",
-            "validate_every": 6,
-            "checkpoint_every": 6,
-        },
-        "export": {"dtype": "float32"},
-        "evaluate": {"k": 4, "loop_prompts": 3},
-    }
-    path = folder / "twin.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
+    return tiny_recipe(
+        folder,
+        "twin",
+        heldout=4,
+        train={"positions": 5, "batch_tokens": 128, "validate_every": 6, "checkpoint_every": 6},
+        export={"dtype": "float32"},
+        evaluate={"k": 4, "loop_prompts": 3},
+    )
 
 
 @pytest.fixture(scope="module")

@@ -48,9 +48,6 @@ class Sharded(Wrapped):
             return "fsdp2", self.mesh.size()
         return "one", 1
 
-    def skip(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
     def clip(self) -> float:
         norm = nn.utils.clip_grad_norm_([p for _, p in trained(self.head)], self.section.clip_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -108,13 +105,3 @@ class Sharded(Wrapped):
 
     def _forward(self, batch: PackedBatch | None) -> tuple[Tensor, ...]:
         return self.step_module(batch)
-
-    def _backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    def _step(self) -> None:
-        self.optimizer.step()
-        self.skip()

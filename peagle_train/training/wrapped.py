@@ -68,6 +68,7 @@ class Wrapped(ABC):
     def __init__(self, step: StepModule, section: TrainSection, device: torch.device, world: int, rank: int):
         self.step_module, self.section = step, section
         self.device, self.world, self.rank = device, world, rank
+        self.optimizer: Any = None  # whose steps and gradients these are, unless a subclass says otherwise
 
     @property
     def head(self) -> DrafterHead:
@@ -98,9 +99,9 @@ class Wrapped(ABC):
             group["lr"] = learning_rate
         self._step()
 
-    @abstractmethod
     def skip(self) -> None:
         """Forgets the gradients in place of `step`: weights and moments stay as they are."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     @property
     @abstractmethod
@@ -133,14 +134,15 @@ class Wrapped(ABC):
     @abstractmethod
     def _forward(self, batch: PackedBatch | None) -> tuple[Tensor, ...]: ...
 
-    @abstractmethod
-    def _backward(self, loss: Tensor) -> None: ...
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
 
-    @abstractmethod
-    def _groups(self) -> list[dict[str, Any]]: ...
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
 
-    @abstractmethod
-    def _step(self) -> None: ...
+    def _step(self) -> None:
+        self.optimizer.step()
+        self.skip()
 
 
 class Replicated(Wrapped):
@@ -157,9 +159,6 @@ class Replicated(Wrapped):
         if isinstance(self.module, DistributedDataParallel):
             return "ddp", self.module.process_group.size()
         return "one", 1
-
-    def skip(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
 
     def clip(self) -> float:
         return float(nn.utils.clip_grad_norm_(self.module.parameters(), self.section.clip_norm))
@@ -187,16 +186,6 @@ class Replicated(Wrapped):
 
     def _forward(self, batch: PackedBatch | None) -> tuple[Tensor, ...]:
         return self.module(batch)
-
-    def _backward(self, loss: Tensor) -> None:
-        loss.backward()
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    def _step(self) -> None:
-        self.optimizer.step()
-        self.skip()
 
 
 def trained(head: DrafterHead) -> Iterator[tuple[str, nn.Parameter]]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from rich.console import Console
 
 from data_prep.answer import answer
@@ -17,6 +15,7 @@ from peagle_train.pipeline import run_stage
 from peagle_train.store.states import StateRow, StateStore, StateWriter
 from peagle_train.target.adapter import Target
 from tests.data_prep.inline import InlineJobs
+from tests.tiny_run import tiny_recipe
 from tests.twins import tiny_llama
 
 AUX_LAYERS = [1, 2, 3]
@@ -57,39 +56,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe whose states are there: the run `base`, to be linked to by runs of other names."""
     folder = tmp_path_factory.mktemp("recipe")
-    tiny_llama(folder / "target")
-    for name, first, count in (("train", 0, 8), ("validation", 20, 4), ("heldout", 40, 1)):
-        lines = [json.dumps({"prompt": f"What is {n} plus {n}?"}) for n in range(first, first + count)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    values = {
-        "name": "base",
-        "output": str(folder / "runs"),
-        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
-        "data": {
-            "train": {"source": str(folder / "train.jsonl")},
-            "validation": {"source": str(folder / "validation.jsonl")},
-            "heldout": {"sums": {"source": str(folder / "heldout.jsonl")}},
-            "max_new_tokens": 20,
-            "batch_size": 8,
-            "workers": 1,
-        },
-        "states": {"dtype": "float32"},
-        "head": {"layers": 1, "aux_layers": [1, 2, 3], "mask_token": "unused", "draft_vocab_size": 64},
-        "train": {
-            "positions": 4,
-            "steps": 12,
-            "batch_tokens": 96,
-            "accumulate": 2,
-            "learning_rate": 2e-3,
-            "precision": "fp32",
-            "log_every": 1,
-            "validate_every": 3,
-            "checkpoint_every": 4,
-        },
-        "evaluate": {"k": 4},
-    }
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(values))
+    cadence = {"log_every": 1, "validate_every": 3, "checkpoint_every": 4}
+    train = {"positions": 4, "batch_tokens": 96, **cadence}
+    path = tiny_recipe(folder, "base", heldout=1, train=train, evaluate={"k": 4})
     with Run.open(path) as run, pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_prep.prepare.run_jobs", InlineJobs())
         patch.setattr("data_prep.extract.run_jobs", InlineJobs())
