@@ -2,7 +2,7 @@
 #
 # Settings, on the command line as NAME=value:
 #   MODEL        recipe to run: recipes/MODEL.yaml                        smollm2
-#   ARGS         overrides of the recipe, e.g. ARGS="train.steps=100"; options of the two comparisons
+#   ARGS         overrides of the recipe, e.g. ARGS="train.steps=100"; options of comparisons and ablate
 #   TORCH        auto | cpu | cuda: the build of torch to install         auto
 #   PYTHON       interpreter to build the environments on                 python3
 #   VLLM_PYTHON  interpreter that has a vLLM                              .venv-vllm/bin/python
@@ -19,7 +19,7 @@ PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 export PYTHON TORCH VLLM_PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-vllm test-all side-by-side compare-peer lint format wheel lock
+.PHONY: help install train test test-vllm test-all side-by-side compare-peer ablate lint format wheel lock
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ side-by-side: .venv/.installed .venv-peer/.installed ## time our training step a
 
 compare-peer: .venv/.installed .venv-peer/.installed ## what a head learns beside another trainer's, in equal time
 	$(BIN)/python -m scripts.compare_peer $(ARGS)
+
+ablate: .venv/.installed ## which settings learn most in equal time; the table of docs/ablation.md
+	$(BIN)/python -m scripts.ablate $(ARGS)
 
 lint: .venv/.installed ## style, format and types
 	$(BIN)/ruff check .
