@@ -2,7 +2,7 @@
 #
 # Settings, on the command line as NAME=value:
 #   MODEL        recipe to run: recipes/MODEL.yaml                        smollm2
-#   ARGS         overrides of the recipe, e.g. ARGS="train.steps=100"; options of comparisons and gpu-check
+#   ARGS         overrides of the recipe, e.g. ARGS="train.steps=100"; options of the other commands
 #   TORCH        auto | cpu | cuda: the build of torch to install         auto
 #   PYTHON       interpreter to build the environments on                 python3
 #   VLLM_PYTHON  interpreter that has a vLLM                              .venv-vllm/bin/python
@@ -19,7 +19,7 @@ PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 export PYTHON TORCH VLLM_PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-vllm test-all side-by-side compare-peer gpu-check lint format wheel lock
+.PHONY: help install train test test-vllm test-all side-by-side compare-peer gpu-check lint format wheel lock ablate
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -46,6 +46,9 @@ compare-peer: .venv/.installed .venv-peer/.installed ## what a head learns besid
 
 gpu-check: .venv/.installed ## hold all that needs a GPU against the reference, on a machine with CUDA
 	$(BIN)/python -m scripts.gpu_check $(ARGS)
+
+ablate: .venv/.installed ## which settings learn most in equal time; the table of docs/ablation.md
+	$(BIN)/python -m scripts.ablate $(ARGS)
 
 lint: .venv/.installed ## style, format and types
 	$(BIN)/ruff check .

@@ -15,7 +15,8 @@ from peagle_train.head.session import DraftSession
 from peagle_train.store.states import StateRow, StateStore, StateWriter
 from peagle_train.training.data import Draw
 from scripts.compare_peer.learn import Job, learn, stream_of
-from scripts.compare_peer.measure import CLOSE, interval, length, probe_gap
+from scripts.compare_peer.measure import CLOSE, probe_gap
+from scripts.learning.acceptance import interval, length
 from tests.head.toys import CONFIG, toy_head
 
 SECONDS = 0.3

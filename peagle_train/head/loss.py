@@ -89,7 +89,8 @@ class VocabularyLoss:
 
     Attributes:
         sums: of what has come so far.
-        d_norm, d_lm_head: gradients of the two parameters so far, in their dtypes.
+        d_norm, d_lm_head: gradients of the two parameters so far, in their dtypes; d_lm_head is None where
+            the output matrix is frozen.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class VocabularyLoss:
         self.weighted = weights.tolist() != [1.0] * len(weights)
         self.targets = _TargetRows(target_output, batch.last, self.wide)
         self.d_norm = torch.zeros_like(head.norm.weight) if gradients else None
-        self.d_lm_head = torch.zeros_like(weight) if gradients else None
+        self.d_lm_head = torch.zeros_like(weight) if gradients and weight.requires_grad else None
         zeros = torch.zeros(len(weights), dtype=self.wide, device=device)
         zero = zeros.sum()
         self.sums = LossSums(zero, zero.clone(), zeros, zeros.clone())
@@ -184,11 +185,12 @@ class VocabularyLoss:
             if self.weighted or self.kind == "ce":
                 slope.mul_(weight[:, None])
             slope = slope.to(self.compute)
-            assert self.d_lm_head is not None and self.d_norm is not None
-            if self.d_lm_head.dtype == self.compute:
-                self.d_lm_head.addmm_(slope.T, flat)
-            else:
-                self.d_lm_head += slope.T @ flat
+            assert self.d_norm is not None
+            if self.d_lm_head is not None:
+                if self.d_lm_head.dtype == self.compute:
+                    self.d_lm_head.addmm_(slope.T, flat)
+                else:
+                    self.d_lm_head += slope.T @ flat
             d_normed = slope @ self.projection
             d_residual, d_norm = torch.autograd.grad(normed, (leaf, self.norm.weight), d_normed)
             self.d_norm += d_norm

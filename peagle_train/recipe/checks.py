@@ -79,6 +79,13 @@ def _faults(recipe: Recipe, facts: TargetFacts) -> Iterator[tuple[str, str]]:
             f"found {hidden}; expected {facts.hidden_size}, the width of the table of {model} that the head "
             "shares; write `embeddings: own`, or leave hidden_size out",
         )
+    if head.output == "frozen" and head.start_from is None and hidden != facts.hidden_size:
+        yield (
+            "head.output",
+            f"found frozen in a head of width {hidden}; expected trained, because the output rows of {model} "
+            f"are {facts.hidden_size} wide and cannot be copied; write `output: trained`, or leave "
+            "hidden_size out",
+        )
     from peagle_train.recipe.head import head_rope  # here, because it imports torch
 
     try:

@@ -156,6 +156,15 @@ def _one_start(view: View) -> Iterator[Broken]:
         )
 
 
+def _a_frozen_output_was_learned(view: View) -> Iterator[Broken]:
+    if view.get("head.output") == "frozen" and view.get("head.initialise") == "random":
+        yield (
+            "head.output",
+            "found frozen beside initialise: random; expected trained, because random output rows would "
+            "never learn; write output: trained, or initialise: target",
+        )
+
+
 def _states_hold_the_targets_range(view: View) -> Iterator[Broken]:
     if view.get("states.dtype") == "float16" and view.get("target.dtype") == "bfloat16":
         yield (
@@ -217,6 +226,7 @@ _RULES: tuple[Callable[[View], Iterator[Broken]], ...] = (
     _warmup_ends,
     _windows_have_layers,
     _one_start,
+    _a_frozen_output_was_learned,
     _states_hold_the_targets_range,
     _heldout_names_are_free,
     _unseen_prompts_stay_unseen,

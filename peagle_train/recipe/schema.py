@@ -196,6 +196,10 @@ class HeadSection(Section):
         default="own",
         description="own: a trained copy of the target's table; shared: the target's, not exported",
     )
+    output: Literal["trained", "frozen"] = Field(
+        default="trained",
+        description="the output matrix; frozen: it stays as it is at the start, its gradient is not taken",
+    )
     rms_norm_eps: Positive | None = Field(default=None, description="epsilon of the head's norms")
     initialise: Literal["target", "random"] = Field(
         default="target", description="where the first weights come from"

@@ -48,10 +48,28 @@ def make_start(
         directory: the training folder; the vocabulary map is written there once and read ever after.
     """
     counts, mean_aux = _survey(store, rows, target.facts.vocab_size)
-    section = recipe.head
     mask_token_id = mask_token_of(recipe, target.facts, target.tokenizer, target.end_token_ids, store)
-    if section.start_from is not None:
-        return _going_on(recipe, target, store, counts, mask_token_id, Path(section.start_from), console)
+    if recipe.head.start_from is not None:
+        source = Path(recipe.head.start_from)
+        start = _going_on(recipe, target, store, counts, mask_token_id, source, console)
+    else:
+        start = _fresh(recipe, target, store, counts, mean_aux, mask_token_id, directory, console)
+    start.head.lm_head.weight.requires_grad_(recipe.head.output == "trained")
+    return start
+
+
+def _fresh(
+    recipe: Recipe,
+    target: Target,
+    store: StateStore,
+    counts: Tensor,
+    mean_aux: Tensor,
+    mask_token_id: int | None,
+    directory: Path,
+    console: Console,
+) -> Start:
+    """A head whose first weights come from the target, or from chance."""
+    section = recipe.head
     token_ids = _draft_tokens(recipe, target, counts, mask_token_id, directory, console)
     _report_coverage(store, token_ids, target.facts.vocab_size, int((counts > 0).sum()), console)
     head = DrafterHead(head_config(recipe, target.facts, mask_token_id, token_ids.shape[0]))

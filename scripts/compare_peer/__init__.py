@@ -4,9 +4,9 @@
     make compare-peer ARGS="--seconds 5 --rates 1e-3 --peer-rates 1e-3"
 
 learn.py       one training as a process of its own: rows, rate and clock are the same for both sides
-ours.py        our step and our first weights, as the recipe says
+ours.py        our head, as the recipe says (scripts/learning)
 peer.py        theirs, as its own code builds them by default, in an environment of its own (.venv-peer)
-measure.py     acceptance by prompt, and bootstrap intervals over prompts
+measure.py     the head a job left, proven to be read right
 __main__.py    a small grid of learning rates a side; the table
 
 Both sides run on one thread, read the same rows in the same order, as many a step, and stop when their

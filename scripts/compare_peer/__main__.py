@@ -27,8 +27,9 @@ from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
 from peagle_train.training.start import make_start
 from scripts.compare_peer.learn import RESULT, Job
-from scripts.compare_peer.measure import counts_by_prompt, interval, length, read_learned
-from scripts.side_by_side.__main__ import SURROUNDINGS
+from scripts.compare_peer.measure import read_learned
+from scripts.learning.acceptance import counts_by_prompt, interval, length
+from scripts.learning.process import SURROUNDINGS
 
 ASKED = 1.05
 """Our acceptance length over the peer's."""

@@ -9,23 +9,19 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
-from torch import nn
 
 from peagle_train.files import write_json
 from peagle_train.store.states import StateStore
-from peagle_train.training.data import Draw, Stream
-from peagle_train.training.schedule import learning_rate_at
+from peagle_train.training.data import Stream
+from scripts.learning.clock import Learner, learn_by_clock
 
 RESULT = "result.json"
-FINENESS = 1000
-"""Into so many parts the time is divided for the schedule of the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +60,6 @@ class Job:
     mask_token_id: int
 
 
-class Learner(Protocol):
-    """A head in training."""
-
-    def trained(self) -> list[nn.Parameter]: ...
-
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """With the job's learning rate."""
-
-    def step(self, draws: Sequence[Draw]) -> float:
-        """Forward and backward over some rows, averaged over their elements; the loss."""
-
-    def save(self, directory: Path) -> None:
-        """The head, for `measure.py`."""
-
-
 def stream_of(job: Job) -> Stream:
     """The batches of `peagle train`: one micro-batch a step."""
     return Stream(job.rows, job.lengths, job.seed, batch_tokens=job.batch_tokens)
@@ -86,34 +67,14 @@ def stream_of(job: Job) -> Stream:
 
 def learn(learner: Learner, job: Job) -> dict[str, float]:
     """Trains until the process has spent the job's CPU-seconds; what was done."""
-    stream, parameters = stream_of(job), learner.trained()
-    optimizers = learner.optimizers()
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    peaks = [group["lr"] for group in groups]
-    start, steps, loss = time.process_time(), 0, float("nan")
-    while (spent := time.process_time() - start) < job.seconds:
-        part = learning_rate_at(
-            int(FINENESS * spent / job.seconds),
-            peak=1.0,
-            warmup_steps=round(FINENESS * job.warmup),
-            total_steps=FINENESS,
-            decay=job.decay,
-        )
-        for group, peak in zip(groups, peaks, strict=True):
-            group["lr"] = peak * part
-        (draws,) = stream.step(steps)
-        loss = learner.step(draws)
-        nn.utils.clip_grad_norm_(parameters, job.clip_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        steps += 1
-    return {
-        "steps": steps,
-        "cpu_seconds": spent,
-        "last_loss": loss,
-        "trained": sum(p.numel() for p in parameters),
-    }
+    return learn_by_clock(
+        learner,
+        stream_of(job),
+        seconds=job.seconds,
+        warmup=job.warmup,
+        decay=job.decay,
+        clip_norm=job.clip_norm,
+    )
 
 
 def main() -> None:

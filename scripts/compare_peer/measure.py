@@ -1,4 +1,4 @@
-"""Acceptance of a learned head by prompt, and how far it could have come out otherwise."""
+"""The head that a job left, proven to be read as its own program computes it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from torch import Tensor
 
 from peagle_train.errors import PeagleError
 from peagle_train.foreign.read import read_foreign
-from peagle_train.head.acceptance import offline_acceptance
 from peagle_train.head.io import load_head
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.session import DraftSession
-from peagle_train.store.documents import Documents
 from peagle_train.store.states import StateStore
 from peagle_train.target.facts import TargetFacts
 from peagle_train.tensors import load_tensors
 from scripts.compare_peer.learn import Job
 
-ROWS_AT_ONCE = 8
-RESAMPLES = 2000
 CLOSE = 2e-3
 """Logits of one head in two programs: both are float32, of the order of 10."""
 
@@ -57,40 +53,3 @@ def probe_gap(
         mine = torch.nonzero(anchor == a)[:, 0]
         gaps.append((logits - probe["logits"][mine[depth[mine].argsort()]]).abs().max())
     return float(torch.stack(gaps).max())
-
-
-def counts_by_prompt(head: DrafterHead, store: StateStore, set_name: str, k: int) -> Tensor:
-    """[prompts, 2] drafts and accepted tokens on a set's stored answers."""
-    documents, rows = Documents(store, k), [info.row for info in store.info(set_name)]
-    counts = [
-        (one.num_drafts, one.num_accepted)
-        for first in range(0, len(rows), ROWS_AT_ONCE)
-        for one in offline_acceptance(
-            head, [documents.full(r) for r in rows[first : first + ROWS_AT_ONCE]], k
-        )
-    ]
-    return torch.tensor(counts, dtype=torch.float64)
-
-
-def length(counts: Tensor) -> float:
-    """Acceptance length of [prompts, 2] counts."""
-    return float(_lengths(counts.sum(0)))
-
-
-def interval(counts: Tensor, against: Tensor | None = None) -> tuple[float, float]:
-    """95 % of the acceptance length, prompts drawn with replacement; with `against`, of their ratio.
-
-    counts, against: [prompts, 2] of the same prompts in the same order.
-    """
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(counts.shape[0], (RESAMPLES, counts.shape[0]), generator=generator)
-    values = _lengths(counts[drawn].sum(1))
-    if against is not None:
-        values = values / _lengths(against[drawn].sum(1))
-    low, high = torch.quantile(values, torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
-    return low, high
-
-
-def _lengths(sums: Tensor) -> Tensor:
-    """1 + accepted / drafts of [..., 2]; 1 where nothing was drafted."""
-    return 1 + sums[..., 1] / sums[..., 0].clamp(min=1)

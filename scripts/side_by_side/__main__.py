@@ -20,6 +20,7 @@ from rich.table import Table
 import scripts.side_by_side as package
 from peagle_train.errors import PeagleError
 from peagle_train.files import write_json
+from scripts.learning.process import SURROUNDINGS
 from scripts.side_by_side.case import Shape
 
 SIZES = (512, 1024, 2048, 4096)
@@ -29,14 +30,6 @@ FLOOR_AT_MOST = 1.25
 """Our CPU-seconds over the kernel floor, from 1,024 tokens on."""
 MEMORY_AT_MOST = {2048: 0.25, 4096: 0.25}
 """Our memory above static state over the peer's."""
-
-SURROUNDINGS = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",  # where there is a GPU the peer would compile for it
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONWARNINGS": "ignore",
-}
 
 
 class SideProcess:

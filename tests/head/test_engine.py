@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from peagle_train.head.loss import VocabularyLoss, depth_weights
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.reference import reference_loss
 from peagle_train.head.streams import groups_of
-from tests.head.test_exactness import DOCUMENTS, assert_same, fast_loss, target_output
+from tests.head.test_exactness import DOCUMENTS, assert_same, fast_loss, gradients, target_output
 from tests.head.toys import CONFIG, EAGLE3, toy_document, toy_head
 
 LONG = [
@@ -69,6 +69,22 @@ def test_long_documents_windows_and_kernels(
     fast, _ = fast_loss(head, documents, settings=EngineSettings(group_rows, 11), weights=weights)
     slow, _ = fast_loss(head, documents, attention=RuleAttention, weights=weights)
     assert_same(head, fast, slow, 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+@pytest.mark.parametrize("settings", [EngineSettings(3, 2), EngineSettings(backend="reference")])
+def test_a_frozen_output_matrix_has_no_gradient_and_changes_no_other(
+    settings: EngineSettings, kind: Literal["kl", "ce"]
+) -> None:
+    head, documents = toy_head(), [toy_document(**d) for d in DOCUMENTS]  # type: ignore[arg-type]
+    trained = gradients(head, fast_loss(head, documents, kind, settings=settings)[0])
+    head.lm_head.weight.requires_grad_(False)
+    frozen = gradients(head, fast_loss(head, documents, kind, settings=settings)[0])
+    assert set(trained) - set(frozen) == {"lm_head.weight"}
+    for name, gradient in frozen.items():
+        assert torch.equal(gradient, trained[name]), name
+    loss = VocabularyLoss(head, lambda last: last, pack(documents), kind, torch.ones(4), 7, gradients=True)
+    assert loss.d_lm_head is None
 
 
 def test_float32_gradients_stay_within_one_in_a_hundred_thousand() -> None:

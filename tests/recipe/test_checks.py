@@ -102,6 +102,11 @@ def test_a_recipe_at_every_limit_passes(tmp_path: Path) -> None:
             "from; use fewer, or `initialise: random`",
         ),
         (
+            "head={aux_layers: [1, 2], mask_token: 3, hidden_size: 48, output: frozen}",
+            "head.output: found frozen in a head of width 48; expected trained, because the output rows of "
+            "some/model are 64 wide and cannot be copied; write `output: trained`, or leave hidden_size out",
+        ),
+        (
             "head.head_dim=15",
             "head.head_dim: found 15; expected an even number, because RoPE turns pairs of channels",
         ),

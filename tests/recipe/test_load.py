@@ -355,6 +355,11 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
             "size), because float16 ends at 65,504 and a large state would be stored as infinity",
         ),
         (
+            "head={layers: 1, aux_layers: [1], mask_token: 3, initialise: random, output: frozen}",
+            "head.output: found frozen beside initialise: random; expected trained, because random "
+            "output rows would never learn; write output: trained, or initialise: target",
+        ),
+        (
             "data.heldout.train={source: x.jsonl}",
             "data.heldout.train: found a held-out set named train; expected another name, because "
             "the prompts of data.train are stored under this one",

@@ -161,6 +161,20 @@ def test_cross_entropy_and_own_embeddings(made: Made, tmp_path: Path) -> None:
     assert loop.head.d2t is None
 
 
+@pytest.mark.parametrize("head", [HEAD, EAGLE3_HEAD], ids=["peagle", "eagle3"])
+@pytest.mark.parametrize("output", ["frozen", "trained"])
+def test_a_frozen_output_matrix_stays_the_targets(
+    made: Made, tmp_path: Path, output: str, head: HeadSection
+) -> None:
+    loop = make_loop(made, tmp_path, head=head.model_copy(update={"output": output}))
+    norm = loop.head.norm.weight.detach().clone()
+    loop.run()
+    rows = made.target.head_table()[loop.head.draft_token_ids]
+    assert torch.equal(loop.head.lm_head.weight, rows) is (output == "frozen")
+    assert torch.equal(load_head(tmp_path / "best").lm_head.weight, rows) is (output == "frozen")
+    assert not torch.equal(norm, loop.head.norm.weight)
+
+
 def test_shared_embeddings_and_the_map_do_not_move(made: Made, tmp_path: Path) -> None:
     loop = make_loop(made, tmp_path)
     table, ids = loop.head.embed_tokens.weight.clone(), loop.head.draft_token_ids.clone()
