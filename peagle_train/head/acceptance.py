@@ -84,20 +84,23 @@ def walk(matches: Tensor, available: Tensor, k: int) -> Acceptance:
 
 
 @torch.no_grad()
-def offline_acceptance(head: DrafterHead, documents: Sequence[Document], k: int) -> list[Acceptance]:
+def offline_acceptance(
+    head: DrafterHead, documents: Sequence[Document], k: int, settings: EngineSettings | None = None
+) -> list[Acceptance]:
     """Acceptance of each document.
 
     Args:
         head: the drafter; it runs where its weights are.
         documents: greedy answers; `kept` must be `sampling.full_depths(..., k)`: every chain is drafted.
         k: drafts per round.
+        settings: how the work is cut.
     """
     supervised = [d for d in documents if bool((d.kept > 0).any())]
     results = {id(d): Acceptance(k) for d in documents}
     if supervised:
         device = head.lm_head.weight.device
         batch = pack(supervised).to(device)
-        drafts = head.draft_token_ids[best_tokens(head, batch, EngineSettings())]
+        drafts = head.draft_token_ids[best_tokens(head, batch, settings or EngineSettings())]
         hits = (drafts == batch.labels).cpu()
         rows = batch.supervised.cpu()
         document, anchor, depth = (t.cpu()[rows] for t in (batch.document, batch.anchor, batch.depth))

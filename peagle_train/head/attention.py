@@ -1,7 +1,7 @@
 """Who sees whom.
 
 `visible` is the rule, stated once. `RuleAttention` applies it literally, with a mask over all pairs: the
-yardstick. What training runs has no such mask: real slots by causal attention (`backends.py`), all others
+yardstick. What training runs has no such mask: real slots by causal attention (`causal.py`), all others
 against a shared prefix and their own chain (`prefix.py`).
 
 An attention object is made for one batch and one window (None: no window), and called once per layer

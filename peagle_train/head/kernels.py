@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 TILE = 512
-"""Keys in one tile of `tiled`: with 128 queries the scores stay in a core's second-level cache."""
-
+"""Queries, and keys, of one tile of `tiled`: no more scores than TILE x TILE a head exist at one time."""
 
 LEAST = -50.0
 """Logarithm of the smallest weight, 2e-22: nothing beside 1, in float64 too. On CPUs an exponential that
-underflows takes a hundred times as long as another, and products of its denormal results do as well."""
+underflows is far slower than another, and so are products of its denormal results."""
 
 FAR = 1e30
 """Far below any score."""
@@ -58,12 +57,11 @@ class Tiled:
         scale, wide = q.shape[-1] ** -0.5, torch.promote_types(q.dtype, torch.float32)
         outs, lses = [], []
         for rows in q.split(TILE, 1):
-            out, lse = None, None
+            out = torch.zeros(rows.shape, dtype=wide, device=q.device)
+            lse = torch.full(rows.shape[:-1], float("-inf"), dtype=wide, device=q.device)
             for keys, values in zip(k.split(TILE, 1), v.split(TILE, 1), strict=True):
                 weights, part_lse = weigh(torch.bmm(rows, keys.transpose(1, 2)).to(wide).mul_(scale))
-                part = torch.bmm(weights.to(v.dtype), values).to(wide)
-                out, lse = (part, part_lse) if out is None or lse is None else merge(out, lse, part, part_lse)
-            assert out is not None and lse is not None
+                merge_into(out, lse, torch.bmm(weights.to(v.dtype), values).to(wide), part_lse)
             outs.append(out.to(q.dtype))
             lses.append(lse)
         return torch.cat(outs, 1), torch.cat(lses, 1)
@@ -203,11 +201,14 @@ def weigh_again(scores: Tensor, lse: Tensor, seen: Tensor | None = None) -> Tens
     return weights if seen is None else weights.mul_(seen)
 
 
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The attention over two groups of keys, from the attention over each. out [..., R, D], lse [..., R]."""
-    whole = torch.logaddexp(lse, other_lse)
-    mine, theirs = (lse - whole).exp()[..., None], (other_lse - whole).exp()[..., None]
-    return out * mine + other * theirs, whole
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Adds another group of keys to the attention over some, in place; -inf is the lse of no keys at all.
+
+    out, part [..., R, D]; lse, part_lse [..., R].
+    """
+    whole = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - whole).exp_()[..., None]).addcmul_(part, (part_lse - whole).exp_()[..., None])
+    lse.copy_(whole)
 
 
 CANDIDATES: dict[str, list[type[Any]]] = {"cpu": [FusedCPU], "cuda": [FlashCUDA, EfficientCUDA]}
@@ -254,7 +255,8 @@ def fault_of(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim:
         out, lse = kernel.forward(q, k, v)
         expected, expected_lse = exact.forward(q, k, v)
         # As part of a larger softmax: other keys bring `other` with a log-sum-exp of 1.
-        whole, whole_lse = merge(expected, expected_lse, other, torch.ones_like(expected_lse))
+        whole, whole_lse = expected.to(expected_lse.dtype), expected_lse.clone()
+        merge_into(whole, whole_lse, other, torch.ones_like(expected_lse))
         whole = whole.to(dtype)
         got = [out, lse, *kernel.backward(grad, q, k, v, whole, whole_lse)]
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:

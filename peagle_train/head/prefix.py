@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from peagle_train.head.chains import OwnChains, own_backward, own_forward
-from peagle_train.head.kernels import Kernel, weigh, weigh_again
+from peagle_train.head.kernels import Kernel, merge_into, weigh, weigh_again
 
 Own = tuple[Tensor, Tensor, OwnChains]
 """Keys and values [n, Hkv, D] of the rows' own chains, and which are whose."""
@@ -158,7 +158,8 @@ class _Attend(torch.autograd.Function):
                 here = (slice(None), slice(None), slice(*block.rows))
                 folded = _fold(rows[here])  # [Hkv, g * rows, D]
                 for part, part_lse in _parts(folded, k, v, block, prefix, kernel):
-                    _merge_into(out[here], lse[here], part, part_lse)
+                    mine, mine_lse = out[here], lse[here]
+                    merge_into(mine, mine_lse, part.view(mine.shape), part_lse.view(mine_lse.shape))
             result = _by_row(out.to(q.dtype))
         ctx.save_for_backward(q, k, v, own_k, own_v, result, lse)
         ctx.chains, ctx.prefix, ctx.kernel = chains, prefix, kernel
@@ -194,14 +195,6 @@ class _Attend(torch.autograd.Function):
                     dq[here] += part.view(shape)
             dq, dk, dv = _by_row(dq.to(q.dtype)), dk.to(k.dtype), dv.to(v.dtype)
         return dq, dk, dv, d_own_k, d_own_v, None, None, None
-
-
-def _merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """`kernels.merge` in place: out [Hkv, g, rows, D], lse [Hkv, g, rows]; the part is folded."""
-    part, part_lse = part.view(out.shape), part_lse.view(lse.shape)
-    whole = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - whole).exp_()[..., None]).addcmul_(part, (part_lse - whole).exp_()[..., None])
-    lse.copy_(whole)
 
 
 def _by_key_head(x: Tensor, kv_heads: int) -> Tensor:

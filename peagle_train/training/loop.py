@@ -12,6 +12,7 @@ optimizer, so a training that goes on from a checkpoint ends as if it had never 
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from peagle_train.training.bar import bar
 from peagle_train.training.checkpoint import Standing
 from peagle_train.training.data import Draw, Stream, in_order
 from peagle_train.training.ending import why_ended
-from peagle_train.training.guards import NOT_FINITE, SpikeGuard, culprits, refuse_nonfinite_weights
+from peagle_train.training.guards import SpikeGuard, culprits, refuse_nonfinite_weights
 from peagle_train.training.launch import wrap
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.resume import CHECKPOINTS, resume_point, trim_log
@@ -72,7 +73,6 @@ class Loop:
         self.tracking, self.engine = tracking, engine or {}
         self.training, self.head = module, module.head
         self.wrapped = wrap(accelerator, module, section)
-        self.optimizer: Any = getattr(self.wrapped, "optimizer", None)
         self.standing, self.guard = Standing(), SpikeGuard()
         mine = list(data.validation[accelerator.process_index :: accelerator.num_processes])
         lengths = slot_counts(data.documents.store, mine)
@@ -201,7 +201,7 @@ class Loop:
         whole = self.wrapped.found[0] in ("one", "ddp")
         store = self.data.documents.store
         rows = culprits(self.accelerator, list(epochs), loss_of if whole else None, store)
-        if found.endswith(NOT_FINITE) or self.section.on_spike == "stop":
+        if not (math.isfinite(loss) and math.isfinite(norm)) or self.section.on_spike == "stop":
             raise PeagleError(
                 f"step {step + 1}: {found}. This step changed no weight and overwrote nothing; "
                 f"{checkpoint.last_good(self.directory)}. {rows}. Try a lower train.learning_rate, "
@@ -217,7 +217,7 @@ class Loop:
         weights = self._finite_weights()
         with self.wrapped.gathered_head() as head:
             documents, batches = self.data.documents, self.validation_batches
-            result = validation.measure(accelerator, head, documents, batches, k)
+            result = validation.measure(accelerator, head, documents, batches, k, self.training.engine)
         score = validation.score_of(self.standing.step, result)
         self._log(score)
         if accelerator.is_main_process:

@@ -101,15 +101,15 @@ def plan_memory(
     """
     parameters = trained_parameters(head)
     weight = parameters[0].element_size()
-    print_ = footprint(head.config, 2 if half else weight, weight)
+    unit = footprint(head.config, 2 if half else weight, weight)
     most_rows = longest * (positions - 1)
     rows = max(min(ROWS.get(device.type, ROWS["cuda"]), most_rows), 1)
     elements = max(LOGITS.get(device.type, LOGITS["cuda"]) // head.config.draft_vocab_size, LEAST_ELEMENTS)
     elements = min(elements, longest * positions)
 
     def plan(rows: int, elements: int) -> MemoryPlan:
-        real = int(SLACK * print_.real_slot * longest)
-        step = int(SLACK * print_.step(longest, rows, elements)) - real
+        real = int(SLACK * unit.real_slot * longest)
+        step = int(SLACK * unit.step(longest, rows, elements)) - real
         settings = EngineSettings(rows, elements, backend)
         return MemoryPlan(budget, resident, states, real, step, longest, settings)
 
@@ -117,13 +117,13 @@ def plan_memory(
         return plan(cut.group_rows or most_rows, cut.loss_rows)
     while plan(rows, elements).peak > budget:
         # What weighs more gives way first.
-        large_rows = (print_.mask_slot + print_.passing_mask) * rows > print_.element * elements
+        large_rows = (unit.mask_slot + unit.passing_mask) * rows > unit.element * elements
         if rows > LEAST_ROWS and (large_rows or elements <= LEAST_ELEMENTS):
             rows = max(rows // 2, LEAST_ROWS)
         elif elements > LEAST_ELEMENTS:
             elements = max(elements // 2, LEAST_ELEMENTS)
         else:
-            _refuse(plan(rows, elements), int(SLACK * print_.real_slot))
+            _refuse(plan(rows, elements), int(SLACK * unit.real_slot))
     return plan(rows, elements)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from peagle_train.errors import CorruptError
 from peagle_train.files import atomic_directory, read_json, require_room, write_json
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
+from peagle_train.head.engine import EngineSettings
 from peagle_train.head.io import proven_config, save_head
 from peagle_train.head.model import DrafterHead
 from peagle_train.store.documents import Documents
@@ -29,12 +30,11 @@ def measure(
     documents: Documents,
     batches: Iterable[Sequence[int]],
     k: int,
+    settings: EngineSettings,
 ) -> Acceptance:
-    """Acceptance summed over the rows of all processes; `batches` are this one's rows."""
-    counts = total(
-        (c for rows in batches for c in offline_acceptance(head, [documents.full(row) for row in rows], k)),
-        k,
-    )
+    """Acceptance summed over the rows of all processes; `batches` are this one's rows, cut as in training."""
+    read = ([documents.full(row) for row in rows] for rows in batches)
+    counts = total((c for part in read for c in offline_acceptance(head, part, k, settings)), k)
     values = torch.tensor([counts.num_drafts, *counts.accepted_at], device=accelerator.device)
     drafts, *accepted = (int(v) for v in accelerator.reduce(values, "sum"))
     return Acceptance(k, drafts, accepted)

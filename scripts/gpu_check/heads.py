@@ -29,6 +29,7 @@ from peagle_train.training.memory import (
     plan_memory,
     reset_peak,
     resident_bytes,
+    states_bytes,
 )
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.wrapped import StepModule
@@ -135,7 +136,6 @@ def plan(
     head: DrafterHead, tokens: int, backend: str, device: torch.device, budget: int, resident: int
 ) -> MemoryPlan:
     """Of a training in bfloat16 on this device; gradients and AdamW's moments are float32."""
-    states = sum(3 * p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
     return plan_memory(
         head,
         longest=tokens,
@@ -145,7 +145,7 @@ def plan(
         backend=backend,
         budget=budget,
         resident=resident,
-        states=states,
+        states=states_bytes(head, "one", 1),
     )
 
 

@@ -221,8 +221,8 @@ def _chain_cut_short(patch: pytest.MonkeyPatch) -> None:
 
 def _local_softmax(patch: pytest.MonkeyPatch) -> None:
     """The log-sum-exp of the own chain alone reaches the backward."""
-    merge = prefix._merge_into
-    patch.setattr(prefix, "_merge_into", lambda out, lse, *part: merge(out, lse.clone(), *part))
+    merge = prefix.merge_into
+    patch.setattr(prefix, "merge_into", lambda out, lse, *part: merge(out, lse.clone(), *part))
 
 
 @pytest.mark.parametrize("plant", [_chain_cut_short, _local_softmax])

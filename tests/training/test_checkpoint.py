@@ -63,7 +63,7 @@ def test_every_file_is_checksummed_and_nothing_is_rounded(made: Made, tmp_path: 
     assert saved is not None and not faults
     moments = saved.optimizer_tensors(0)
     for name, parameter in loop.head.named_parameters():
-        for key, value in loop.optimizer.optimizer.state.get(parameter, {}).items():
+        for key, value in loop.wrapped.optimizer.optimizer.state.get(parameter, {}).items():
             stored = moments[f"{name}|{key}"]
             assert stored.dtype == torch.float32 and torch.equal(stored, value)
     assert saved.standing == loop.standing
@@ -120,7 +120,7 @@ def test_a_better_head_of_steps_taken_again_is_not_lost(made: Made, tmp_path: Pa
 def test_weights_that_are_not_finite_are_never_kept(made: Made, tmp_path: Path, moment: str) -> None:
     every = {"validate_every": 6, "checkpoint_every": 5} if moment == "checkpoint" else {"validate_every": 5}
     loop = make_loop(made, tmp_path, **{"checkpoint_every": 4, **every})
-    step = loop.optimizer.step
+    step = loop.wrapped.optimizer.step
     taken = 0
 
     def overflow() -> None:
@@ -131,7 +131,7 @@ def test_weights_that_are_not_finite_are_never_kept(made: Made, tmp_path: Path, 
             with torch.no_grad():
                 loop.head.lm_head.weight[0, 0] = float("inf")
 
-    loop.optimizer.step = overflow
+    loop.wrapped.optimizer.step = overflow
     with pytest.raises(PeagleError, match=r"step 5: lm_head.weight is not finite any more"):
         loop.run()
     kept = [tmp_path / "best", *checkpoints(tmp_path / "checkpoints")]
