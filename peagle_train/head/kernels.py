@@ -255,7 +255,7 @@ def fault_of(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim:
         out, lse = kernel.forward(q, k, v)
         expected, expected_lse = exact.forward(q, k, v)
         # As part of a larger softmax: other keys bring `other` with a log-sum-exp of 1.
-        whole, whole_lse = expected.to(expected_lse.dtype), expected_lse.clone()
+        whole, whole_lse = expected.to(expected_lse.dtype, copy=True), expected_lse.clone()
         merge_into(whole, whole_lse, other, torch.ones_like(expected_lse))
         whole = whole.to(dtype)
         got = [out, lse, *kernel.backward(grad, q, k, v, whole, whole_lse)]
