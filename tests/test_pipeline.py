@@ -20,6 +20,7 @@ from peagle_train.export.checks import check_head
 from peagle_train.export.layout import export_head
 from peagle_train.head.io import load_head
 from peagle_train.pipeline import evaluate_other, run_stage
+from tests.data_prep.inline import InlineJobs
 from tests.tiny_run import tiny_recipe
 
 
@@ -68,7 +69,10 @@ def test_a_second_run_does_nothing_again(done: dict, recipe: Path) -> None:
     assert again["sets"] == done["sets"] and again["weights_sha256"] == done["weights_sha256"]
 
 
-def test_the_same_seed_gives_the_same_head_from_scratch(done: dict, recipe: Path) -> None:
+def test_the_same_seed_gives_the_same_head_from_scratch(
+    done: dict, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_prep.prepare.run_jobs", InlineJobs())
     with Run.open(recipe, ["name=again"]) as run:
         again = run_all(run, Console(quiet=True))
     assert again["weights_sha256"] == done["weights_sha256"]

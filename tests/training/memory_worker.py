@@ -1,6 +1,7 @@
-"""One batch in a process of its own, under a memory plan: prints the plan and the measured peak as JSON.
+"""Batches under a memory plan, each in a process of its own: prints the plan and the measured peak as JSON.
 
-python -m tests.training.memory_worker TOKENS BUDGET_BYTES   (0: as much as is useful)
+`python -m tests.training.memory_worker` reads lines "TOKENS BUDGET_BYTES" (0: as much as is useful) and forks
+for each: imports, which take seconds, are done once.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import sys
+import traceback
 from dataclasses import asdict, replace
 
 import torch
@@ -48,8 +51,7 @@ def batch_of(tokens: int) -> PackedBatch:
     return pack([Document(ids, aux, torch.randn(tokens + 1, 192, generator=generator), kept)])
 
 
-def main(tokens: int, budget: int) -> None:
-    torch.set_num_threads(1)
+def measure(tokens: int, budget: int) -> None:
     head = DrafterHead(HEAD)
     head.set_draft_tokens(torch.arange(4096))
     training = DraftTraining(head, nn.Linear(192, 4096, bias=False), K, "kl")
@@ -70,14 +72,30 @@ def main(tokens: int, budget: int) -> None:
         states=states_bytes(head, "one", 1),
     )
     training.engine = plan.settings
-    batch = batch_of(tokens)
     reset_peak(CPU)
-    for _ in range(2):
+    for batch in (batch_of(64), batch_of(tokens)):  # the first makes the moments
         training(batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    print(json.dumps({**asdict(plan), "predicted": plan.peak, "measured": peak_bytes(CPU)}))
+    print(json.dumps({**asdict(plan), "predicted": plan.peak, "measured": peak_bytes(CPU)}), flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                measure(*map(int, line.split()))
+                code = 0
+            except BaseException:  # noqa: BLE001 - the loop is the parent's
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        if os.waitpid(pid, 0)[1]:
+            sys.exit(1)
 
 
 if __name__ == "__main__":
-    main(*(int(value) for value in sys.argv[1:]))
+    main()

@@ -1,15 +1,20 @@
 """Many processes train what one does, however the head is wrapped; other launches than asked are refused.
 
-Two processes meet over gloo. All ways of wrapping run in two launches, one with DeepSpeed and one without:
-see distributed_worker.py.
+Two processes meet over gloo: forks of this one, with the environment that torchrun would give them, for a
+new process spends seconds on imports. All ways of wrapping run in two launches, one with DeepSpeed and one
+without: see distributed_worker.py.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +28,7 @@ from peagle_train.errors import PeagleError
 from peagle_train.training.launch import Asked, asked, prove_processes, prove_wrapping
 from peagle_train.training.zero import _settle
 from tests.training import distributed_worker as worker
+from tests.training.runs import end_of
 
 ROOT = Path(__file__).parents[2]
 WORLD = 2
@@ -30,17 +36,49 @@ TORCH_WAYS, ZERO_WAYS = ("ddp", "fsdp2"), ("zero1", "zero2", "zero3")
 
 
 def launch(out: Path, *ways: str) -> Path:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, worker.__file__, str(out), *ways],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
+    pids = [
+        fork(out, rank, {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}, ways)
+        for rank in range(WORLD)
+    ]
+    ends = [end_within(pid, seconds=300) for pid in pids]
+    said = "\n".join((out / f"rank-{rank}.txt").read_text()[-3000:] for rank in range(WORLD))
+    assert ends == [0] * WORLD, said
     return out
+
+
+def fork(out: Path, rank: int, environment: dict[str, str], ways: tuple[str, ...]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.environ |= environment
+        with (out / f"rank-{rank}.txt").open("w") as said:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+        worker.main(out, *ways)
+        code = 0
+    except BaseException:  # noqa: BLE001 - nothing may go on with the tests of the parent
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def end_within(pid: int, seconds: float) -> int:
+    """The exit code of a process, which is killed if it has not ended by then."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    return end_of(pid)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +178,7 @@ def test_deepspeed_that_became_ddp_is_refused(zero_ways: Path) -> None:
     assert "ACCELERATE_USE_CPU=true" in (zero_ways / "demoted.txt").read_text()
 
 
+@pytest.mark.slow  # two new processes with their imports; what they do is tested below, part by part
 def test_accelerate_launch_on_a_cpu_is_refused_for_it_starts_one_process() -> None:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     script = "from tests.training.distributed_worker import fresh_accelerator; fresh_accelerator()"

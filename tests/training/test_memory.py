@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,17 +23,29 @@ from tests.training.memory_worker import CPU
 MIB = 2**20
 
 
-def measure(tokens: int, budget: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.training.memory_worker", str(tokens), str(budget)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+Measure = Callable[[int, int], dict[str, Any]]
+SIZES = (1000, 2000, 4000)
 
 
 @pytest.fixture(scope="module")
-def free() -> dict[int, dict[str, Any]]:
-    """A batch of n tokens, with as much memory as is useful."""
-    return {tokens: measure(tokens, 0) for tokens in (1000, 2000, 4000)}
+def measured() -> Iterator[Measure]:
+    """What a process comes to with a batch of n tokens under a budget (0: as much as is useful)."""
+    command = [sys.executable, "-m", "tests.training.memory_worker"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def measure(tokens: int, budget: int) -> dict[str, Any]:
+            print(tokens, budget, file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        yield measure
+        process.stdin.close()
+    assert process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def free(measured: Measure) -> dict[int, dict[str, Any]]:
+    return {tokens: measured(tokens, 0) for tokens in SIZES}
 
 
 def test_the_measured_peak_is_the_planned_one(free: dict[int, dict[str, Any]]) -> None:
@@ -44,15 +57,15 @@ def test_the_measured_peak_is_the_planned_one(free: dict[int, dict[str, Any]]) -
 
 def test_the_peak_grows_linearly_with_the_batch(free: dict[int, dict[str, Any]]) -> None:
     """Twice the tokens, twice what they add: nothing holds pairs of tokens."""
-    low, middle, high = (free[tokens]["measured"] - free[tokens]["resident"] for tokens in (1000, 2000, 4000))
+    low, middle, high = (free[tokens]["measured"] - free[tokens]["resident"] for tokens in SIZES)
     assert high - middle <= 1.25 * 2 * (middle - low)
 
 
-def test_a_tighter_budget_is_kept(free: dict[int, dict[str, Any]]) -> None:
-    tight = free[2000]["predicted"] - 60 * MIB
-    found = measure(2000, tight)
+def test_a_tighter_budget_is_kept(measured: Measure, free: dict[int, dict[str, Any]]) -> None:
+    tight = free[1000]["predicted"] - 60 * MIB
+    found = measured(1000, tight)
     assert found["measured"] <= tight
-    assert found["settings"]["group_rows"] < free[2000]["settings"]["group_rows"]
+    assert found["settings"]["group_rows"] < free[1000]["settings"]["group_rows"]
 
 
 def plan(**changes: Any) -> MemoryPlan:
