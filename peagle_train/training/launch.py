@@ -23,6 +23,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedTy
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import ProjectConfiguration
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from peagle_train.errors import PeagleError
 from peagle_train.recipe.schema import TrainSection
@@ -96,6 +97,9 @@ def make_accelerator(run: Run) -> Accelerator:
         ],
     )
     prove_processes(wanted, accelerator)
+    if wanted.way == "deepspeed":
+        # Else transformers would split the target too, which is loaded whole for a moment and let go.
+        unset_hf_deepspeed_config()
     return accelerator
 
 
@@ -170,8 +174,6 @@ def _ready_for_deepspeed(cpu: bool) -> None:
             f"the launcher asks for DeepSpeed, but it cannot be imported ({error}); run "
             "`pip install 'peagle-train[cluster]'`, or choose another launch file"
         ) from error
-    # Else transformers would split the target too, which is loaded whole for a moment and let go.
-    os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"
     # DeepSpeed calls collectives by names that torch 2.13 warns about, at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     if cpu:

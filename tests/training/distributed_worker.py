@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +30,7 @@ from peagle_train.training.launch import make_accelerator
 from peagle_train.training.loop import Loop, TrainingSet
 from peagle_train.training.module import DraftTraining
 from tests.head.toys import CONFIG, toy_head
+from tests.training.ranks import asked_for
 
 STEPS, HALF = 6, 3
 MICRO_BATCHES = 4
@@ -165,29 +165,6 @@ def gathers(loop: Loop, split: int) -> list[float]:
     for step in range(3):
         loop._step(step)
     return counts
-
-
-@contextmanager
-def asked_for(way: str, room: Path) -> Iterator[None]:
-    """The environment as a launcher leaves it for a way."""
-    before = dict(os.environ)
-    if way.startswith("zero"):
-        config = room / f"{way}.json"
-        # Without persistent parameters: toys are so small that none would ever be split.
-        zero = {"stage": int(way[-1]), "stage3_param_persistence_threshold": 0}
-        config.write_text(json.dumps({"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}))
-        os.environ |= {
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config),
-            "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file",
-        }
-    elif way == "fsdp2":
-        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def run(way: str, out: Path) -> None:

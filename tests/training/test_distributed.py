@@ -1,20 +1,15 @@
 """Many processes train what one does, however the head is wrapped; other launches than asked are refused.
 
-Two processes meet over gloo: forks of this one, with the environment that torchrun would give them, for a
-new process spends seconds on imports. All ways of wrapping run in two launches, one with DeepSpeed and one
-without: see distributed_worker.py.
+Two processes meet over gloo. All ways of wrapping run in two launches, one with DeepSpeed and one without:
+see distributed_worker.py.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,57 +23,15 @@ from peagle_train.errors import PeagleError
 from peagle_train.training.launch import Asked, asked, prove_processes, prove_wrapping
 from peagle_train.training.zero import _settle
 from tests.training import distributed_worker as worker
-from tests.training.runs import end_of
+from tests.training.ranks import TORCH_WAYS, WORLD, ZERO_WAYS, ends_of, start_ranks
 
 ROOT = Path(__file__).parents[2]
-WORLD = 2
-TORCH_WAYS, ZERO_WAYS = ("ddp", "fsdp2"), ("zero1", "zero2", "zero3")
 
 
 def launch(out: Path, *ways: str) -> Path:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
-    pids = [
-        fork(out, rank, {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}, ways)
-        for rank in range(WORLD)
-    ]
-    ends = [end_within(pid, seconds=300) for pid in pids]
-    said = "\n".join((out / f"rank-{rank}.txt").read_text()[-3000:] for rank in range(WORLD))
+    ends, said = ends_of(out, start_ranks(out, lambda: worker.main(out, *ways)))
     assert ends == [0] * WORLD, said
     return out
-
-
-def fork(out: Path, rank: int, environment: dict[str, str], ways: tuple[str, ...]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.environ |= environment
-        with (out / f"rank-{rank}.txt").open("w") as said:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
-        worker.main(out, *ways)
-        code = 0
-    except BaseException:  # noqa: BLE001 - nothing may go on with the tests of the parent
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def end_within(pid: int, seconds: float) -> int:
-    """The exit code of a process, which is killed if it has not ended by then."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    return end_of(pid)
 
 
 @pytest.fixture(scope="module")

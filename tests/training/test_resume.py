@@ -15,9 +15,12 @@ import torch
 
 from peagle_train.files import read_json
 from peagle_train.training import checkpoint, validation
+from peagle_train.training.__main__ import main as launched_main
+from peagle_train.training.checkpoint import checkpoints
 from peagle_train.training.loop import Loop
 from peagle_train.training.module import DraftTraining
 from tests.training.conftest import Made
+from tests.training.ranks import TORCH_WAYS, WORLD, ZERO_WAYS, asked_for, ends_of, start_ranks
 from tests.training.runs import assert_equal, end_of, fresh, start, train_here
 from tests.training.test_loop import EAGLE3_HEAD, make_loop
 
@@ -144,3 +147,42 @@ def test_the_number_of_threads_is_that_of_the_first_start(recipe: Path) -> None:
     used = [int(n) for n in (training.parent / "used").read_text().split()]
     assert used == [2] * (7 + STEPS - 4)
     assert read_json(training / "checkpoints" / "step-000012" / "state.json")["engine"]["threads"] == 2
+
+
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("zero1", "zero2")]  # half a minute each
+
+
+@pytest.mark.parametrize("way", [*TORCH_WAYS, *SLOW, "zero3"])
+def test_two_processes_killed_go_on_exactly(recipe: Path, tmp_path: Path, way: str) -> None:
+    """The stage as launchers start it, with all that a wrapping splits."""
+    if way in ZERO_WAYS:
+        pytest.importorskip("deepspeed", reason="pip install 'peagle-train[cluster]'")
+    undisturbed, training = fresh(recipe, f"{way}-whole"), fresh(recipe, f"{way}-killed")
+
+    def attempt(name: str, sabotage: Callable[[], None] = lambda: None) -> tuple[list[int], str]:
+        def work() -> None:
+            sabotage()
+            assert launched_main([str(recipe), f"name={name}", "train.accumulate=1"]) == 0
+
+        with asked_for(way, tmp_path):
+            return ends_of(tmp_path, start_ranks(tmp_path, work))
+
+    def dying() -> None:
+        step = Loop._step
+
+        def mortal(self: Loop, number: int) -> dict[str, Any]:
+            if number == 6:
+                self.accelerator.wait_for_everyone()
+                die()
+            return step(self, number)
+
+        Loop._step = mortal  # type: ignore[method-assign]
+
+    ends, said = attempt(f"{way}-whole")
+    assert ends == [0] * WORLD, said
+    ends, said = attempt(f"{way}-killed", dying)
+    assert ends == [-signal.SIGKILL] * WORLD, said
+    assert [p.name for p in checkpoints(training / "checkpoints")] == ["step-000004"]
+    ends, said = attempt(f"{way}-killed")
+    assert ends == [0] * WORLD, said
+    assert_equal(training, undisturbed)
