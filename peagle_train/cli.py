@@ -262,8 +262,7 @@ def push(
     directory = Path(head)
     if not directory.is_dir():
         from peagle_train.recipe import load_recipe
-        from peagle_train.run import run_directory
-        from peagle_train.stages import FOLDERS
+        from peagle_train.run import FOLDERS, run_directory
 
         recipe = load_recipe(head)
         directory = run_directory(recipe) / FOLDERS["export"]

@@ -22,11 +22,19 @@ from peagle_train.files import fingerprint, read_json, write_json, write_text
 from peagle_train.lock import FolderLock
 from peagle_train.recipe import Recipe, check_against_target, read_recipe
 from peagle_train.recipe.yaml_text import dump, parse
-from peagle_train.stages import FOLDERS
 from peagle_train.versions import versions
 
 if TYPE_CHECKING:
     from peagle_train.target.source import TargetFacts
+
+FOLDERS = {
+    "prepare": "answers",
+    "extract": "states",
+    "train": "training",
+    "export": "head",
+    "evaluate": "evaluation",
+}
+"""Folder of each stage below the run's folder, in the order the data flows."""
 
 
 @dataclass(frozen=True)

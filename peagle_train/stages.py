@@ -33,7 +33,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import rich
 from rich.console import Console
@@ -41,19 +41,8 @@ from rich.console import Console
 from peagle_train.errors import CorruptError, PeagleError, StaleError
 from peagle_train.files import fingerprint, read_json, write_json
 from peagle_train.recipe.fields import has_free_names
+from peagle_train.run import FOLDERS, Run
 from peagle_train.versions import versions
-
-if TYPE_CHECKING:
-    from peagle_train.run import Run
-
-FOLDERS = {
-    "prepare": "answers",
-    "extract": "states",
-    "train": "training",
-    "export": "head",
-    "evaluate": "evaluation",
-}
-"""Folder of each stage below the run's folder, in the order the data flows."""
 
 RECORD = "stage.json"
 

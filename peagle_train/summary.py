@@ -20,8 +20,8 @@ from rich.table import Table
 
 from peagle_train.errors import CorruptError, PeagleError
 from peagle_train.files import read_json, sha256_of, write_json
-from peagle_train.run import Run
-from peagle_train.stages import FOLDERS, StageResult, read_record
+from peagle_train.run import FOLDERS, Run
+from peagle_train.stages import StageResult, read_record
 from peagle_train.versions import versions
 
 RESULTS = "results.json"

@@ -12,8 +12,8 @@ from rich.console import Console
 from peagle_train.errors import CorruptError, PeagleError, StaleError
 from peagle_train.files import fingerprint, read_json
 from peagle_train.recipe import Recipe, load_recipe
-from peagle_train.run import Run
-from peagle_train.stages import FOLDERS, StageResult, begin, finished, make_room, read_record, require, seal
+from peagle_train.run import FOLDERS, Run
+from peagle_train.stages import StageResult, begin, finished, make_room, read_record, require, seal
 from tests.recipe.test_load import GOOD
 
 PARTS = {

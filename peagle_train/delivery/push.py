@@ -210,7 +210,8 @@ def _card(
 
 def _measured(head: Path, console: Console) -> dict[str, Any]:
     """The evaluation beside the head in its run's folder, provided that it measured this very export."""
-    from peagle_train.stages import FOLDERS, read_record
+    from peagle_train.run import FOLDERS
+    from peagle_train.stages import read_record
 
     evaluation = head.resolve().parent / FOLDERS["evaluate"]
     exported, evaluated = read_record(head), read_record(evaluation)

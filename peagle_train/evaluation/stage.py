@@ -35,8 +35,8 @@ from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
 from peagle_train.head.io import RECORD_FILE
 from peagle_train.head.model import DrafterHead
 from peagle_train.recipe.schema import Recipe
-from peagle_train.run import Run
-from peagle_train.stages import FOLDERS, StageResult, begin, finished, require, seal
+from peagle_train.run import FOLDERS, Run
+from peagle_train.stages import StageResult, begin, finished, require, seal
 from peagle_train.store.documents import Documents
 from peagle_train.store.states import StateStore
 from peagle_train.summary import RESULTS, print_acceptance, read_results

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from peagle_train.head.attention import RuleAttention
 from peagle_train.head.backends import Backend, backend_for
 from peagle_train.head.batch import PackedBatch
+from peagle_train.head.forward import residuals
 from peagle_train.head.loss import LossKind, LossSums, TargetOutput, VocabularyLoss
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.streams import Group, RealStream, groups_of, mask_stream, real_stream
@@ -180,8 +181,8 @@ def _parts(
 def _one_graph(head: DrafterHead, batch: PackedBatch, settings: EngineSettings) -> Tensor:
     """The residual stream [E, H] where there are no streams: eagle3's unroll, or the rule's dense mask."""
     if settings.backend != "reference":
-        return head(batch)
-    return head(batch, RuleAttention if head.config.method == "peagle" else None)
+        return residuals(head, batch)
+    return residuals(head, batch, RuleAttention if head.config.method == "peagle" else None)
 
 
 def _as_one_graph(

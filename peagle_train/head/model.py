@@ -12,23 +12,20 @@ exporting renames nothing.
 
 A layer is written once; who walks through the layers differs in the attention: the slow mask of the rule,
 KV-cached drafting and EAGLE-3's unroll hand an attention object to `body`, training walks in two streams
-(`streams.py`).
+(`streams.py`). So the head has no `forward` of its own: `forward.py` has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from peagle_train.head.attention import Attention
-from peagle_train.head.batch import PackedBatch
 from peagle_train.head.config import HeadConfig
 from peagle_train.head.fused import gated_down, rms_norm, rotate
-from peagle_train.head.streams import one_pass
-from peagle_train.head.unroll import UnrollAttention, unroll
 
 
 class RMSNorm(nn.Module):
@@ -246,28 +243,6 @@ class DrafterHead(nn.Module):
     def next_state(self, residual: Tensor) -> Tensor:
         """What eagle3's next step reads in place of a fused target state; [N, H] from `body`'s [N, H]."""
         return self.norm(residual) if self.config.norm_output else residual
-
-    def forward(self, batch: PackedBatch, attention: Callable[..., Attention] | None = None) -> Tensor:
-        """The residual stream [E, H] of the batch's supervised elements, ready for `logits`.
-
-        Whoever calls need not know the method: one pass for all depths, or eagle3's unroll (`unroll.py`).
-        Training calls the streams in groups instead (`engine.py`).
-
-        Args:
-            batch: rows and kept chains.
-            attention: computes every row by itself, with the attention this builds from (batch, window);
-                None: two streams (`streams.py`).
-        """
-        if self.config.method == "eagle3":
-            return unroll(self, batch, attention or UnrollAttention)
-        if attention is None:
-            return one_pass(self, batch)
-        attend = {window: attention(batch, window) for window in set(self.config.windows)}
-        embeddings, hidden = self.embed(batch.token_ids, batch.aux, mask_slots=batch.num_mask_slots > 0)
-        slots = batch.num_slots
-        spread = torch.arange(batch.positions.shape[0], device=batch.positions.device).clamp(max=slots)
-        attentions = [attend[window] for window in self.config.windows]
-        return self.body(embeddings, hidden, batch.positions, attentions, spread, batch.supervised)
 
     def turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of positions [N], each [N, 1, D/2], computed in at least float32.

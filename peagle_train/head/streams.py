@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,10 +26,8 @@ from peagle_train.head.backends import Backend, backend_for
 from peagle_train.head.batch import PackedBatch
 from peagle_train.head.chains import OwnChains
 from peagle_train.head.fused import rotate
+from peagle_train.head.model import DrafterHead
 from peagle_train.head.prefix import SharedPrefix, shared_prefix
-
-if TYPE_CHECKING:
-    from peagle_train.head.model import DrafterHead
 
 
 @dataclass(frozen=True)

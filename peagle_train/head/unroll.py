@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,10 +24,8 @@ from peagle_train.head.attention import Attention
 from peagle_train.head.backends import backend_for
 from peagle_train.head.batch import PackedBatch
 from peagle_train.head.chains import OwnChains
+from peagle_train.head.model import DrafterHead
 from peagle_train.head.prefix import SharedPrefix, shared_prefix
-
-if TYPE_CHECKING:
-    from peagle_train.head.model import DrafterHead
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from peagle_train.head.attention import RuleAttention
 from peagle_train.head.batch import Document, pack
 from peagle_train.head.config import FULL, SLIDING
 from peagle_train.head.engine import EngineSettings, best_tokens, deliver
+from peagle_train.head.forward import residuals
 from peagle_train.head.kernels import Chosen, FusedCPU, Kernel, Tiled
 from peagle_train.head.loss import VocabularyLoss, depth_weights
 from peagle_train.head.model import DrafterHead
@@ -196,7 +197,7 @@ def test_best_tokens_are_those_of_the_logits(settings: EngineSettings, method: d
     config = replace(CONFIG, **method)
     head = toy_head(**method)
     batch = pack([toy_document(**d, config=config) for d in LONG])  # type: ignore[arg-type]
-    assert torch.equal(best_tokens(head, batch, settings), head.logits(head(batch)).argmax(-1))
+    assert torch.equal(best_tokens(head, batch, settings), head.logits(residuals(head, batch)).argmax(-1))
 
 
 def test_the_reference_backend_equals_the_streams() -> None:

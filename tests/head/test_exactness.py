@@ -12,6 +12,7 @@ from peagle_train.head import streams
 from peagle_train.head.attention import RuleAttention
 from peagle_train.head.batch import Document, pack
 from peagle_train.head.engine import EngineSettings, deliver, loss_and_gradients, trained_parameters
+from peagle_train.head.forward import residuals
 from peagle_train.head.loss import LossKind, VocabularyLoss
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.prefix import SharedPrefix
@@ -52,7 +53,7 @@ def fast_loss(
         return normed @ weight[head.draft_token_ids].T
 
     if attention is not None:
-        residual = head(batch, attention)
+        residual = residuals(head, batch, attention)
         loss = VocabularyLoss(head, output, batch, kind, weights, 7, True)
         order = torch.argsort(batch.output_row)
         found = loss(residual[order].detach(), order, batch.output_row[order].tolist(), 0)

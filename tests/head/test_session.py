@@ -12,6 +12,7 @@ import torch
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, walk
 from peagle_train.head.alignment import trainable_depths
 from peagle_train.head.batch import Document, pack
+from peagle_train.head.forward import residuals
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.sampling import full_depths
 from peagle_train.head.session import DraftSession
@@ -46,7 +47,7 @@ def drafted_at_every_anchor(
 def test_session_logits_equal_the_training_forward_at_every_anchor(layout: str) -> None:
     head, document = toy_head(**LAYOUTS[layout]), row(**LAYOUTS[layout])
     batch = pack([document])
-    trained = head.logits(head(batch))
+    trained = head.logits(residuals(head, batch))
     where = {
         (int(batch.anchor[r]), int(batch.depth[r])): trained[i]
         for i, r in enumerate(batch.supervised.tolist())
@@ -70,7 +71,7 @@ def test_an_eagle3_session_is_the_unroll_over_its_own_drafts(layout: str) -> Non
         answers.append(Document(token_ids, document.aux, document.last, kept))
         drafted.append((anchor, logits))
     batch = pack(answers)
-    unrolled = head.logits(head(batch))
+    unrolled = head.logits(residuals(head, batch))
     rows = batch.supervised
     for index, (anchor, logits) in enumerate(drafted):
         mine = unrolled[(batch.document[rows] == index).nonzero()[:, 0]]

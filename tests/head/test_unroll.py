@@ -14,6 +14,7 @@ from peagle_train.head import unroll as unrolling
 from peagle_train.head.attention import visible
 from peagle_train.head.batch import Document, PackedBatch, pack
 from peagle_train.head.config import SLIDING
+from peagle_train.head.forward import residuals
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.prefix import SharedPrefix
 from peagle_train.head.reference import reference_loss
@@ -108,7 +109,7 @@ def test_only_kept_elements_are_computed(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(DrafterHead, "body", counted)
     batch = pack(documents)
-    head(batch)
+    residuals(head, batch)
     kept = torch.cat([d.kept for d in documents])
     assert seen == [batch.num_slots, *(int((kept > depth).sum()) for depth in range(1, int(kept.max())))]
 

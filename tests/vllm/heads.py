@@ -9,6 +9,7 @@ import torch
 from peagle_train.head.alignment import trainable_depths
 from peagle_train.head.batch import Document, pack
 from peagle_train.head.config import HeadConfig
+from peagle_train.head.forward import residuals
 from peagle_train.head.initialise import initialise_from_target, initialise_randomly
 from peagle_train.head.loss import label_rows
 from peagle_train.head.model import DrafterHead
@@ -116,7 +117,7 @@ def train_briefly(
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
     loss = torch.zeros(())
     for _ in range(steps):
-        logits = head.logits(head(batch))
+        logits = head.logits(residuals(head, batch))
         loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-1)
         optimizer.zero_grad()
         loss.backward()
