@@ -55,6 +55,11 @@ def sample_depths(
     return kept
 
 
+def kept_shares(positions: int, rate: float, floor: float = 0.0) -> list[float]:
+    """The share of chains that a draw keeps at depths 1 .. K - 1, at most."""
+    return [max(rate**depth, floor) for depth in range(1, positions)]
+
+
 def full_depths(trainable: Tensor, positions: int) -> Tensor:
     """Every trainable element, as validation wants it: no draw, no randomness. Shapes as above."""
     return trainable.clamp(max=positions)

@@ -8,7 +8,9 @@ is measured. On a GPU memory is what torch has allocated there, on a CPU what th
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from peagle_train.errors import PeagleError
 from peagle_train.head.engine import EngineSettings, trained_parameters
 from peagle_train.head.memory import footprint
 from peagle_train.head.model import DrafterHead
+from peagle_train.head.sampling import kept_shares
 from peagle_train.recipe.schema import TrainSection
 
 GIB = 2**30
@@ -51,6 +54,7 @@ class MemoryPlan:
     step: int  # the rest of a step: groups, chunks, what passes backwards
     longest: int  # real slots of the largest batch
     settings: EngineSettings
+    unrolled: bool = False  # eagle3: `group_rows` are all there are
 
     @property
     def peak(self) -> int:
@@ -65,7 +69,10 @@ class MemoryPlan:
         table.add_row("libraries, weights, target's output (measured)", _gib(self.resident))
         table.add_row("gradients and optimizer", _gib(self.states))
         table.add_row(f"real slots, {self.longest:,} of them", _gib(self.real))
-        table.add_row(f"mask slots by {cut.group_rows:,}, logits by {cut.loss_rows:,} rows", _gib(self.step))
+        slots = (
+            f"{cut.group_rows:,} steps of chains" if self.unrolled else f"mask slots by {cut.group_rows:,}"
+        )
+        table.add_row(f"{slots}, logits by {cut.loss_rows:,} rows", _gib(self.step))
         table.add_row("peak", _gib(self.peak), style="bold")
         table.add_row("budget", _gib(self.budget))
         return table
@@ -75,7 +82,7 @@ def plan_memory(
     head: DrafterHead,
     *,
     longest: int,
-    positions: int,
+    shares: Sequence[float],
     device: torch.device,
     half: bool,
     backend: str,
@@ -89,7 +96,7 @@ def plan_memory(
     Args:
         head: the drafter.
         longest: real slots of the largest batch.
-        positions: K; a batch has at most K - 1 mask slots per real slot.
+        shares: of the chains that are kept at depths 1, 2, ... (`sampling.kept_shares`).
         half: whether it computes in bfloat16.
         backend: name of the attention backend.
         budget, resident: bytes one process may use, and uses already.
@@ -101,38 +108,43 @@ def plan_memory(
     """
     parameters = trained_parameters(head)
     weight = parameters[0].element_size()
-    unit = footprint(head.config, 2 if half else weight, weight)
-    most_rows = longest * (positions - 1)
-    rows = max(min(ROWS.get(device.type, ROWS["cuda"]), most_rows), 1)
+    masks = sum(shares)  # per real slot, at most
+    mean_depth = sum(d * share for d, share in enumerate(shares, 1)) / max(masks, 1)
+    unit = footprint(head.config, 2 if half else weight, weight, mean_depth)
+    most_rows = math.ceil(longest * masks)
+    whole = head.config.method == "eagle3"  # an unroll is not cut
+    rows = max(most_rows if whole else min(ROWS.get(device.type, ROWS["cuda"]), most_rows), 1)
     elements = max(LOGITS.get(device.type, LOGITS["cuda"]) // head.config.draft_vocab_size, LEAST_ELEMENTS)
-    elements = min(elements, longest * positions)
+    elements = min(elements, longest + most_rows)
 
     def plan(rows: int, elements: int) -> MemoryPlan:
         real = int(SLACK * unit.real_slot * longest)
         step = int(SLACK * unit.step(longest, rows, elements)) - real
         settings = EngineSettings(rows, elements, backend)
-        return MemoryPlan(budget, resident, states, real, step, longest, settings)
+        return MemoryPlan(budget, resident, states, real, step, longest, settings, whole)
 
     if cut is not None:
         return plan(cut.group_rows or most_rows, cut.loss_rows)
     while plan(rows, elements).peak > budget:
         # What weighs more gives way first.
         large_rows = (unit.mask_slot + unit.passing_mask) * rows > unit.element * elements
-        if rows > LEAST_ROWS and (large_rows or elements <= LEAST_ELEMENTS):
+        if not whole and rows > LEAST_ROWS and (large_rows or elements <= LEAST_ELEMENTS):
             rows = max(rows // 2, LEAST_ROWS)
         elif elements > LEAST_ELEMENTS:
             elements = max(elements // 2, LEAST_ELEMENTS)
         else:
-            _refuse(plan(rows, elements), int(SLACK * unit.real_slot))
+            slot = unit.real_slot + (masks * unit.mask_slot + unit.passing_real if whole else 0)
+            _refuse(plan(rows, elements), int(SLACK * slot))
     return plan(rows, elements)
 
 
-def _refuse(plan: MemoryPlan, real_slot: int) -> None:
-    room = plan.budget - (plan.peak - plan.real)
+def _refuse(plan: MemoryPlan, slot: int) -> None:
+    """slot: bytes that grow with each token of a batch."""
+    room = plan.budget - (plan.peak - slot * plan.longest)
     cure = (
-        f"A batch of {room // real_slot:,} tokens would fit: lower train.batch_tokens, or data's lengths if "
+        f"A batch of {room // slot:,} tokens would fit: lower train.batch_tokens, or data's lengths if "
         "a single row is longer"
-        if room > real_slot
+        if room > slot
         else "Not even a short batch would"
     )
     raise PeagleError(
@@ -172,7 +184,7 @@ def settle_engine(
     return plan_memory(
         head,
         longest=longest,
-        positions=section.positions,
+        shares=kept_shares(section.positions, section.cod.rate, section.cod.floor),
         device=device,
         half=section.precision == "bf16",
         backend=backend,

@@ -30,6 +30,7 @@ SHAPES = {"GPT-OSS": (64, 8), "Qwen3-Coder": (128, 8), "SmolLM2": (64, 3)}
 """Dimensions of an attention head, and query heads of each key head."""
 
 POSITIONS = 4
+COD_RATE = 0.8
 CONFIG = HeadConfig(
     hidden_size=256,
     intermediate_size=512,
@@ -149,10 +150,10 @@ def example(
 
 
 def document(config: HeadConfig, length: int, seed: int, positions: int) -> Document:
-    """Random tokens and states; the first quarter is the prompt; COD at rate 0.8."""
+    """Random tokens and states; the first quarter is the prompt."""
     generator = torch.Generator().manual_seed(seed)
     kept = sample_depths(
-        trainable_depths(torch.arange(length) >= length // 4), positions, 0.8, generator=generator
+        trainable_depths(torch.arange(length) >= length // 4), positions, COD_RATE, generator=generator
     )
     return Document(
         torch.randint(4, config.vocab_size, (length,), generator=generator),

@@ -21,6 +21,7 @@ from peagle_train.head.config import HeadConfig
 from peagle_train.head.memory import footprint
 from peagle_train.head.model import DrafterHead
 from peagle_train.head.rope import Rope
+from peagle_train.head.sampling import kept_shares
 from peagle_train.training.memory import (
     GIB,
     MemoryPlan,
@@ -33,7 +34,7 @@ from peagle_train.training.memory import (
 )
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.wrapped import StepModule
-from scripts.gpu_check.backends import document, need
+from scripts.gpu_check.backends import COD_RATE, document, need
 from scripts.gpu_check.lines import Check, Failed, Settings, Skip, skip
 
 POSITIONS = 8
@@ -139,7 +140,7 @@ def plan(
     return plan_memory(
         head,
         longest=tokens,
-        positions=POSITIONS,
+        shares=kept_shares(POSITIONS, COD_RATE),
         device=device,
         half=True,
         backend=backend,

@@ -1,7 +1,7 @@
 """Batches under a memory plan, each in a process of its own: prints the plan and the measured peak as JSON.
 
-`python -m tests.training.memory_worker` reads lines "TOKENS BUDGET_BYTES" (0: as much as is useful) and forks
-for each: imports, which take seconds, are done once.
+`python -m tests.training.memory_worker` reads lines "METHOD TOKENS BUDGET" (bytes; 0: as much as is useful)
+and forks for each: imports, which take seconds, are done once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import nn
 from peagle_train.head.alignment import trainable_depths
 from peagle_train.head.batch import Document, PackedBatch, pack
 from peagle_train.head.model import DrafterHead
-from peagle_train.head.sampling import sample_depths
+from peagle_train.head.sampling import kept_shares, sample_depths
 from peagle_train.training.memory import peak_bytes, plan_memory, reset_peak, resident_bytes, states_bytes
 from peagle_train.training.module import DraftTraining
-from tests.head.toys import CONFIG
+from tests.head.toys import CONFIG, EAGLE3
 
 HEAD = replace(
     CONFIG,
@@ -42,28 +42,36 @@ K = 4
 CPU = torch.device("cpu")
 
 
-def batch_of(tokens: int) -> PackedBatch:
+RATE = {"peagle": 0.8, "eagle3": 1.0}
+
+
+def head_of(method: str) -> DrafterHead:
+    head = DrafterHead(HEAD if method == "peagle" else replace(HEAD, **EAGLE3))
+    head.set_draft_tokens(torch.arange(4096))
+    return head
+
+
+def batch_of(tokens: int, rate: float) -> PackedBatch:
     generator = torch.Generator().manual_seed(0)
-    mask = torch.arange(tokens + 2) >= tokens // 2
-    kept = sample_depths(trainable_depths(mask), K, 0.8, 0.0, generator)
+    mask = torch.arange(tokens + 2) >= 4
+    kept = sample_depths(trainable_depths(mask), K, rate, 0.0, generator)
     ids = torch.randint(4, HEAD.vocab_size, (tokens + 2,), generator=generator)
     aux = torch.randn(tokens + 1, HEAD.aux_width, generator=generator)
     return pack([Document(ids, aux, torch.randn(tokens + 1, 192, generator=generator), kept)])
 
 
-def measure(tokens: int, budget: int) -> None:
-    head = DrafterHead(HEAD)
-    head.set_draft_tokens(torch.arange(4096))
+def measure(method: str, tokens: int, budget: int) -> None:
+    head, rate = head_of(method), RATE[method]
     training = DraftTraining(head, nn.Linear(192, 4096, bias=False), K, "kl")
     optimizer = torch.optim.AdamW(training.parameters(), fused=True)
-    training(batch_of(64)).loss.backward()  # libraries and their buffers are part of what is there
+    training(batch_of(64, rate)).loss.backward()  # libraries and their buffers are part of what is there
     optimizer.zero_grad(set_to_none=True)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     plan = plan_memory(
         head,
         longest=tokens,
-        positions=K,
+        shares=kept_shares(K, rate),
         device=CPU,
         half=False,
         backend="sdpa",
@@ -73,7 +81,7 @@ def measure(tokens: int, budget: int) -> None:
     )
     training.engine = plan.settings
     reset_peak(CPU)
-    for batch in (batch_of(64), batch_of(tokens)):  # the first makes the moments
+    for batch in (batch_of(64, rate), batch_of(tokens, rate)):  # the first makes the moments
         training(batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -87,7 +95,8 @@ def main() -> None:
         if not pid:
             code = 1
             try:
-                measure(*map(int, line.split()))
+                method, *sizes = line.split()
+                measure(method, *map(int, sizes))
                 code = 0
             except BaseException:  # noqa: BLE001 - the loop is the parent's
                 traceback.print_exc()
