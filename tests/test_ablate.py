@@ -130,8 +130,9 @@ def test_a_gain_must_stand_with_every_seed() -> None:
 
 
 def test_the_winner_of_a_group_gains_most_and_groups_without_one_have_none() -> None:
+    """K's group never has one."""
     base = planted([1.5] * 100)
-    plan = {"a=1": 1.6, "a=2": 1.7, "b=1": 1.4, "c=1": 1.9}
+    plan = {"a=1": 1.6, "a=2": 1.7, "b=1": 1.4, "c=1": 1.9, "k=1": 1.9}
     grid = [Variant(name[0], name) for name in plan]
     results = {name: measured([planted([value] * 100)], [base]) for name, value in plan.items()}
     assert [v.name for v in winners(grid, results)] == ["c=1", "a=2"]

@@ -16,6 +16,7 @@ __main__.py    the command
 The base is the recipe as it is; a variant changes one thing of it, so a winner may not win beside others: the
 combination of the winners of all groups is trained too. A variant wins its group if it is accepted more than
 the base with every seed, 95 % of the paired bootstrap lie above zero, and no other of the group gains more.
+K has no winner: it is chosen by what it costs where the head is served.
 All this is read off one held-out set. Another set is opened once, at the end, for the base and the
 combination alone; nothing is chosen by it, and a part of the groups (--only) does not open it.
 

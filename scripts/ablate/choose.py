@@ -14,6 +14,9 @@ from scripts.learning.acceptance import interval, length
 
 Interval = tuple[float, float]
 
+BY_HAND = ("k",)
+"""Groups without a winner: what K should be is for whoever serves the head, not for two minutes' length."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -58,11 +61,13 @@ def measured(counts: Sequence[Tensor], base: Sequence[Tensor]) -> Measured:
 def winners(variants: Sequence[Variant], results: Mapping[str, Measured]) -> list[Variant]:
     """The variant of each group that gains most, of those that are better than the base; best group first.
 
+    Groups BY_HAND have none.
+
     results: by the variant's name, on the set that chooses.
     """
     best: dict[str, Variant] = {}
     for variant in variants:
-        if not results[variant.name].better:
+        if variant.group in BY_HAND or not results[variant.name].better:
             continue
         standing = best.get(variant.group)
         if standing is None or results[variant.name].gain > results[standing.name].gain:
