@@ -72,10 +72,10 @@ def test_what_the_issue_names_is_in_the_grid_and_the_bases_own_values_are_not() 
     for variant in variants(SOURCE):
         found.setdefault(variant.group, []).append(variant.name)
     assert found["layers"] == ["layers=2", "layers=4"]
-    assert found["batch"] == ["batch_tokens=184", "batch_tokens=736", "batch_tokens=1472"]
-    assert found["rate"] == ["rate=0.4", "rate=0.8", "rate=1.0"] and found["floor"] == ["floor=0.2"]
+    assert found["batch"] == ["batch_tokens=92", "batch_tokens=368", "batch_tokens=736"]
+    assert found["rate"] == ["rate=0.6", "rate=0.8", "rate=1.0"] and found["floor"] == ["floor=0.2"]
     assert found["k"] == ["positions=3", "positions=8"] and found["loss"] == ["loss=ce"]
-    assert found["vocabulary"] == [f"draft_vocab_size={n}" for n in ("4096", "16384", "all")]
+    assert found["vocabulary"] == [f"draft_vocab_size={n}" for n in ("8192", "16384", "all")]
     assert found["embeddings"] == ["embeddings=own"] and found["output"] == ["output=frozen"]
     assert found["initialise"] == ["initialise=random"]
 

@@ -36,7 +36,7 @@ Results = Mapping[str, Sequence[dict[str, Any]]]
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     torch.set_num_threads(1)
-    console = Console(width=max(120, Console().width))  # the tables are that wide
+    console = Console(width=max(144, Console().width))  # the tables are that wide
     try:
         with Run.open(options.recipe, options.overrides) as run:
             if not options.plan:
