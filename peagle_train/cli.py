@@ -406,16 +406,13 @@ def _stage(
 ) -> None:
     """Runs one stage, then `afterwards(run, console)`; names the next command, that of `afterwards` first.
 
-    anew: whatever stands in the stage's folder is set aside first.
+    anew: of `train` alone; what stands in its folder is set aside.
     """
     from peagle_train.pipeline import next_command, run_stage
-    from peagle_train.stages import set_aside
 
     console = Console()
     with _open(recipe, overrides) as run:
-        if anew:
-            set_aside(run.stage_dir(name), "to be made anew (--anew)", console)
-        result = run_stage(run, name, console)
+        result = run_stage(run, name, console, **({"anew": True} if anew else {}))
         then = afterwards(run, console) if afterwards is not None else None
         _next(then or result.next_command or next_command(run, name), console)
 

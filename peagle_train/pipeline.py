@@ -55,8 +55,10 @@ def resolve(dotted: str) -> Callable[..., Any]:
     return function
 
 
-def run_stage(run: Run, name: str, console: Console) -> StageResult:
+def run_stage(run: Run, name: str, console: Console, **options: Any) -> StageResult:
     """Runs one stage, or skips it if its output is there, and says what happened.
+
+    options: of the stage itself, as `train`'s anew.
 
     Raises PeagleError if a stage it reads from has not finished, StaleError if that one was made from
     other inputs than this recipe's.
@@ -64,7 +66,7 @@ def run_stage(run: Run, name: str, console: Console) -> StageResult:
     stage = next(stage for stage in STAGES if stage.name == name)
     for need in stage.needs:
         require(run, need)
-    result: StageResult = resolve(stage.function)(run, console)
+    result: StageResult = resolve(stage.function)(run, console, **options)
     _say(console, f"{name}: skipped, {result.message}" if result.skipped else f"{name}: {result.message}")
     return result
 

@@ -121,6 +121,11 @@ def finished(directory: Path, parts: Mapping[str, Any], console: Console | None 
     )
 
 
+def fits(directory: Path, parts: Mapping[str, Any]) -> bool:
+    """Whether what stands in `directory` is whole, or unfinished, work of exactly these parts."""
+    return _fitting(directory, parts) is not None
+
+
 def make_room(directory: Path, parts: Mapping[str, Any], console: Console | None = None) -> None:
     """Sets a folder aside that does not belong to `parts`, for a stage whose folder appears whole."""
     _settle(directory, parts, console or rich.get_console())

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from peagle_train.errors import PeagleError
 from peagle_train.run import Run
-from peagle_train.stages import set_aside
 from peagle_train.training.signals import StoppedError
 from peagle_train.training.stage import train
 from peagle_train.training.together import ElsewhereError
@@ -32,9 +31,7 @@ def main(arguments: list[str]) -> int:
     console = Console(quiet=not main_process)
     try:
         with Run.open(arguments[0], overrides, write=main_process) as run:
-            if ANEW in arguments and main_process:
-                set_aside(run.training_dir, f"to be made anew ({ANEW})", console)
-            result = train(run, console)
+            result = train(run, console, anew=ANEW in arguments)
     except ElsewhereError as error:
         return error.exit_code  # the process that failed tells why
     except PeagleError as error:

@@ -143,7 +143,7 @@ def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
         try:
             return read_checkpoint(path), faults
         except CorruptError as error:
-            faults.append(str(error))
+            faults.append(str(error).split("; move")[0])  # the cure of a single file is another
     if faults:
         raise CorruptError(
             f"{directory}: no checkpoint is whole ({'; '.join(faults)}); put the files back, or begin at "

@@ -143,13 +143,13 @@ def _refuse(plan: MemoryPlan, slot: int) -> None:
     room = plan.budget - (plan.peak - slot * plan.longest)
     cure = (
         f"A batch of {room // slot:,} tokens would fit: lower train.batch_tokens, or data's lengths if "
-        "a single row is longer"
+        "a single row is longer; or raise"
         if room > slot
-        else "Not even a short batch would"
+        else "Not even a batch of one token would fit: raise"
     )
     raise PeagleError(
         f"train.memory: a batch of {plan.longest:,} tokens needs {_gib(plan.peak)} in one process with the "
-        f"smallest cut, and the budget is {_gib(plan.budget)}. {cure}; or raise train.memory."
+        f"smallest cut, and the budget is {_gib(plan.budget)}. {cure} train.memory."
     )
 
 
@@ -193,6 +193,32 @@ def settle_engine(
         states=states,
         cut=stored,
     )
+
+
+def doubts(plan: MemoryPlan, device: torch.device, *, half: bool, kept: bool) -> list[str]:
+    """What may make a plan untrue.
+
+    Args:
+        plan: of this run.
+        device: where it trains.
+        half: whether it computes in bfloat16.
+        kept: whether the cut is that of a checkpoint.
+    """
+    found = []
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else _meminfo("MemTotal")
+    if total is not None and plan.budget > total:
+        found.append(f"train.memory: {_gib(plan.budget)}, and the whole device has {_gib(total)}")
+    if kept and plan.peak > plan.budget:
+        found.append(
+            f"train.memory: {_gib(plan.budget)}, but {_gib(plan.peak)} are needed: a training that goes on "
+            "keeps the cut that it began with"
+        )
+    if half and device.type == "cpu":
+        found.append(
+            "train.precision bf16 on a CPU: oneDNN keeps buffers for every new shape, which no plan counts; "
+            "fp32 does not"
+        )
+    return found
 
 
 def device_budget(device: torch.device, processes: int) -> int:
@@ -255,17 +281,21 @@ def report_peak(plan: MemoryPlan, device: torch.device, console: Console) -> Non
 
 
 def _available() -> int:
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-        kib = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("MemAvailable"))
-        return kib * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _meminfo(key: str) -> int | None:
+    return _bytes_of("/proc/meminfo", key)
 
 
 def _status(key: str) -> int | None:
+    return _bytes_of("/proc/self/status", key)
+
+
+def _bytes_of(file: str, key: str) -> int | None:
+    """A line `key: N kB`; None where the system has no such file, or it no such line."""
     try:
-        text = Path("/proc/self/status").read_text(encoding="ascii")
+        text = Path(file).read_text(encoding="ascii")
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(key)), None)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from peagle_train.head.choose import choose_backend
 from peagle_train.head.engine import EngineSettings
 from peagle_train.head.loss import depth_weights
 from peagle_train.run import Run
-from peagle_train.stages import StageResult, begin, finished, reopen, require, seal
+from peagle_train.stages import StageResult, begin, finished, fits, reopen, require, seal, set_aside
 from peagle_train.store.documents import Documents, slot_counts, trainable_rows
 from peagle_train.store.states import StateStore
 from peagle_train.target.adapter import Target
@@ -34,7 +37,14 @@ from peagle_train.training.data import Stream
 from peagle_train.training.ending import why_ended
 from peagle_train.training.launch import make_accelerator, wrapping
 from peagle_train.training.loop import Loop, TrainingSet
-from peagle_train.training.memory import MemoryPlan, report_peak, reset_peak, settle_engine, states_bytes
+from peagle_train.training.memory import (
+    MemoryPlan,
+    doubts,
+    report_peak,
+    reset_peak,
+    settle_engine,
+    states_bytes,
+)
 from peagle_train.training.module import DraftTraining
 from peagle_train.training.resume import CHECKPOINTS, engine_of, refuse_another, threads_of
 from peagle_train.training.signals import StoppedError
@@ -53,8 +63,13 @@ A spike that was met is in the log; the cut that `memory` led to is in the check
 """
 
 
-def train(run: Run, console: Console) -> StageResult:
+def train(run: Run, console: Console, *, anew: bool = False) -> StageResult:
     """Trains the head of a run.
+
+    Args:
+        run: whose states are there.
+        console: what is told goes there.
+        anew: begin at step 0; what stands in training/ is kept under another name.
 
     Raises:
         PeagleError: the states are missing, stale or not finite; the loss stopped being finite; the disk is
@@ -77,10 +92,13 @@ def train(run: Run, console: Console) -> StageResult:
         "train": recipe.train.model_dump(mode="json", exclude=FREE),
         **start_parts(recipe.head),
     }
-    done = on_main(accelerator, lambda: _finished(run, parts, console))
+    done = None if anew else on_main(accelerator, lambda: _finished(run, parts, console))
     if done is not None:
         return done
-    # All that can be wrong with the inputs is told before an earlier training is set aside.
+    # All that can be wrong, with the inputs or on this machine, is told before an earlier training is set
+    # aside: what is made until then lies in a room beside it.
+    going_on = not anew and on_main(accelerator, lambda: fits(directory, parts))
+    room = directory if going_on else directory.with_name(f".{directory.name}.new")
     on_main(accelerator, lambda: require_trackers(recipe.track))
     start = time.monotonic()
     store = StateStore(run.states_dir, expected=states)
@@ -93,10 +111,9 @@ def train(run: Run, console: Console) -> StageResult:
         )
     folder = on_main(accelerator, lambda: obtain(recipe.target, console))
     on_main(accelerator, lambda: _check_mask_token(run, folder, store))
-    on_main(accelerator, lambda: _begin(directory, parts, console))
-    engine = on_main(accelerator, lambda: engine_of(directory, accelerator.device))
-    with threads_of(engine):
-        module = _build(run, folder, store, rows, accelerator, console)
+    engine = on_main(accelerator, lambda: engine_of(room, accelerator.device))
+    with threads_of(engine), _made_beside(directory, room, accelerator):
+        module = _build(run, folder, store, rows, room, accelerator, console)
         stream = Stream(
             rows,
             slot_counts(store, rows),
@@ -110,7 +127,8 @@ def train(run: Run, console: Console) -> StageResult:
         module.engine = plan.settings
         engine |= asdict(plan.settings)
         keep = recipe.train.keep_checkpoints
-        on_main(accelerator, lambda: require_room_to_train(directory, module.head, keep))
+        on_main(accelerator, lambda: require_room_to_train(room, module.head, keep))
+        on_main(accelerator, lambda: _begin(directory, parts, room, anew, console))
         with trackers(accelerator, recipe, directory, console) as tracking:
             loop = Loop(
                 accelerator,
@@ -185,16 +203,44 @@ def _check_mask_token(run: Run, folder: Path, store: StateStore) -> None:
     mask_token_of(run.recipe, run.facts, tokenizer, ends, store)
 
 
-def _begin(directory: Path, parts: dict[str, Any], console: Console) -> None:
+@contextmanager
+def _made_beside(directory: Path, room: Path, accelerator: Accelerator) -> Iterator[None]:
+    """`room` for the block, empty at first and gone at its end, unless it is the directory itself."""
+    mine = room != directory and accelerator.is_main_process
+    if mine:
+        shutil.rmtree(room, ignore_errors=True)  # of an attempt that was killed
+        room.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        if mine:
+            shutil.rmtree(room, ignore_errors=True)
+
+
+def _begin(directory: Path, parts: dict[str, Any], room: Path, anew: bool, console: Console) -> None:
+    if anew:
+        set_aside(directory, "to be made anew (--anew)", console)
     begin(directory, parts, console)
-    for folder in (directory, directory / "checkpoints"):
+    for folder in (directory, directory / CHECKPOINTS):
         remove_leftovers(folder)
+    if room != directory:
+        for file in room.iterdir():
+            file.replace(directory / file.name)
 
 
 def _build(
-    run: Run, folder: Path, store: StateStore, rows: list[int], accelerator: Accelerator, console: Console
+    run: Run,
+    folder: Path,
+    store: StateStore,
+    rows: list[int],
+    room: Path,
+    accelerator: Accelerator,
+    console: Console,
 ) -> DraftTraining:
-    """The module to train. The target is loaded for its tables and let go: only output rows stay."""
+    """The module to train. The target is loaded for its tables and let go: only output rows stay.
+
+    room: where the draft vocabulary lies, or is written to.
+    """
     recipe = run.recipe
     target = Target.load(
         folder,
@@ -205,7 +251,7 @@ def _build(
     quiet = console if accelerator.is_main_process else Console(quiet=True)
     # The main process writes the vocabulary map; the others read it.
     with accelerator.main_process_first():
-        start = make_start(recipe, target, store, rows, run.training_dir, quiet)
+        start = make_start(recipe, target, store, rows, room, quiet)
     torch.manual_seed(recipe.seed)
     train = recipe.train
     weights = depth_weights(train.depth_weights, train.positions, train.cod.rate, train.cod.floor)
@@ -239,4 +285,6 @@ def _plan_memory(
         processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
     console.print(plan.table())
+    for text in doubts(plan, device, half=train.precision == "bf16", kept=stored is not None):
+        console.print(f"warning: {text}", style="yellow", markup=False, highlight=False)
     return plan

@@ -29,7 +29,7 @@ from peagle_train.training.start import make_start
 from scripts.compare_peer.learn import RESULT, Job
 from scripts.compare_peer.measure import read_learned
 from scripts.learning.acceptance import counts_by_prompt, interval, length
-from scripts.learning.process import SURROUNDINGS
+from scripts.learning.process import SURROUNDINGS, require_peer
 
 ASKED = 1.05
 """Our acceptance length over the peer's."""
@@ -41,6 +41,7 @@ def main() -> None:
     torch.set_num_threads(1)
     console = Console(width=max(100, Console().width))  # the tables are that wide
     try:
+        require_peer(options.peer_python, "compare-peer")
         with Run.open(options.recipe, options.overrides) as run:
             for stage in ("prepare", "extract"):
                 run_stage(run, stage, console)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+
+from peagle_train.errors import PeagleError
+
 SURROUNDINGS = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -9,3 +13,12 @@ SURROUNDINGS = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONWARNINGS": "ignore",
 }
+
+
+def require_peer(python: str, target: str) -> None:
+    """Raises PeagleError if the peer's interpreter is not there. target: of `make`, which makes it."""
+    if shutil.which(python) is None:
+        raise PeagleError(
+            f"--peer-python: found no {python}; expected a python with speculators 0.9.0: run "
+            f"`make {target}`, which makes one, or name yours"
+        )

@@ -20,7 +20,7 @@ from rich.table import Table
 import scripts.side_by_side as package
 from peagle_train.errors import PeagleError
 from peagle_train.files import write_json
-from scripts.learning.process import SURROUNDINGS
+from scripts.learning.process import SURROUNDINGS, require_peer
 from scripts.side_by_side.case import Shape
 
 SIZES = (512, 1024, 2048, 4096)
@@ -69,6 +69,11 @@ def main() -> None:
     frozen = options.freeze
     shape = Shape(train_embeddings="embeddings" not in frozen, train_output="output" not in frozen)
     console = Console(width=max(100, Console().width))  # the tables are that wide
+    if options.sizes:
+        try:
+            require_peer(options.peer_python, "side-by-side")
+        except PeagleError as error:
+            sys.exit(f"error: {error}")
     ours = SideProcess(sys.executable, "ours")
     peer = SideProcess(options.peer_python, "peer") if options.sizes else None
     sides = [side for side in (ours, peer) if side is not None]

@@ -32,11 +32,13 @@ def linked(recipe: Path, name: str) -> Path:
     return runs / name / "training"
 
 
-def train_here(recipe: Path, name: str, *overrides: str, console: Console | None = None) -> StageResult:
+def train_here(
+    recipe: Path, name: str, *overrides: str, console: Console | None = None, anew: bool = False
+) -> StageResult:
     AcceleratorState._reset_state()
     PartialState._reset_state()
     with Run.open(recipe, [f"name={name}", *overrides], command=("peagle", "train")) as run:
-        return train(run, console or Console(quiet=True))
+        return train(run, console or Console(quiet=True), anew=anew)
 
 
 def start(recipe: Path, name: str, *overrides: str, sabotage: Callable[[], None] | None = None) -> int:

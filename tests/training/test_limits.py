@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from peagle_train.cli import app
-from peagle_train.errors import StaleError
+from peagle_train.errors import PeagleError, StaleError
 from peagle_train.files import read_json, write_json
 from peagle_train.head.acceptance import Acceptance
 from peagle_train.recipe.schema import TrainSection
@@ -75,6 +75,27 @@ def test_a_changed_recipe_is_refused_with_the_keys_and_the_cure(
     assert_equal(unfinished, whole)
     result = train_here(recipe, "half", "train.learning_rate=1e-3")  # a finished one is only set aside
     assert not result.skipped and len(list(unfinished.parent.glob("training.old-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("train.backend=flash", "flash"),
+        ("train.memory=0.01", "Not even a batch of one token would fit: raise"),
+    ],
+)
+@pytest.mark.parametrize("anew", [False, True])
+def test_what_cannot_run_here_costs_no_earlier_training(
+    recipe: Path, whole: Path, wrong: str, said: str, anew: bool
+) -> None:
+    training = fresh(recipe, "kept")
+    train_here(recipe, "kept", "train.steps=4")
+    before = {p: p.stat().st_mtime_ns for p in training.rglob("*")}
+    with pytest.raises(PeagleError, match=said):
+        train_here(recipe, "kept", "train.learning_rate=1e-3", wrong, anew=anew)
+    assert {p: p.stat().st_mtime_ns for p in training.rglob("*")} == before
+    assert {p.name for p in training.parent.glob("*training*")} == {"training"}
+    assert not list(training.parent.glob(".training*"))
 
 
 def test_another_number_of_processes_is_refused(recipe: Path, unfinished: Path) -> None:

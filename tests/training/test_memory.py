@@ -16,7 +16,7 @@ from rich.console import Console
 from peagle_train.errors import PeagleError
 from peagle_train.head.engine import EngineSettings
 from peagle_train.training import memory
-from peagle_train.training.memory import MemoryPlan, plan_memory
+from peagle_train.training.memory import MemoryPlan, doubts, plan_memory
 from tests.head.toys import EAGLE3, toy_head
 from tests.training.memory_worker import CPU
 
@@ -115,8 +115,18 @@ def test_what_cannot_fit_is_refused_with_what_would() -> None:
     unroll = toy_head(**EAGLE3, dtype=torch.float32)
     with pytest.raises(PeagleError, match=r"batch of 1,000 tokens needs .* A batch of \d+ tokens"):
         plan(head=unroll, budget=plan(head=unroll, cut=EngineSettings(3000, 16)).peak - MIB)
-    with pytest.raises(PeagleError, match=r"Not even a short batch would; or raise train\.memory"):
+    with pytest.raises(PeagleError, match=r"Not even a batch of one token would fit: raise train\.memory"):
         plan(budget=100 * MIB)
+
+
+def test_doubts_about_a_plan_are_told() -> None:
+    assert doubts(plan(budget=1 << 30), CPU, half=False, kept=False) == []
+    (more,) = doubts(plan(budget=1 << 60), CPU, half=False, kept=True)
+    assert "and the whole device has" in more
+    (kept,) = doubts(plan(cut=EngineSettings(2048, 512), budget=MIB), CPU, half=False, kept=True)
+    assert "keeps the cut that it began with" in kept
+    (half,) = doubts(plan(budget=1 << 30), CPU, half=True, kept=False)
+    assert "oneDNN" in half
 
 
 def test_the_table_names_every_part() -> None:
