@@ -208,12 +208,13 @@ def _made_beside(directory: Path, room: Path, accelerator: Accelerator) -> Itera
     """`room` for the block, empty at first and gone at its end, unless it is the directory itself."""
     mine = room != directory and accelerator.is_main_process
     if mine:
-        shutil.rmtree(room, ignore_errors=True)  # of an attempt that was killed
+        if room.exists():
+            shutil.rmtree(room)  # of an attempt that was killed
         room.mkdir(parents=True)
     try:
         yield
     finally:
-        if mine:
+        if mine and room.exists():
             shutil.rmtree(room, ignore_errors=True)
 
 
@@ -226,6 +227,7 @@ def _begin(directory: Path, parts: dict[str, Any], room: Path, anew: bool, conso
     if room != directory:
         for file in room.iterdir():
             file.replace(directory / file.name)
+        room.rmdir()
 
 
 def _build(

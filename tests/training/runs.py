@@ -91,7 +91,7 @@ def everything(training: Path) -> dict[str, Any]:
 def assert_equal(training: Path, whole: Path) -> None:
     """Bit for bit."""
     ours, theirs = everything(training), everything(whole)
-    assert list(ours) == list(theirs)
+    assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         if isinstance(value, torch.Tensor):
             assert value.dtype == theirs[name].dtype and torch.equal(value, theirs[name]), name
