@@ -6,7 +6,6 @@ A new process spends seconds on imports; a fork has them, and gets the environme
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -18,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from peagle_train.files import write_json
 
 WORLD = 2
 TORCH_WAYS, ZERO_WAYS = ("ddp", "fsdp2"), ("zero1", "zero2", "zero3")
@@ -82,7 +83,8 @@ def asked_for(way: str, room: Path) -> Iterator[None]:
         config = room / f"{way}.json"
         # Without persistent parameters: toys are so small that none would ever be split.
         zero = {"stage": int(way[-1]), "stage3_param_persistence_threshold": 0}
-        config.write_text(json.dumps({"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}))
+        # At once: another process may be reading what it has written there itself.
+        write_json(config, {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"})
         os.environ |= {
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config),
