@@ -402,17 +402,17 @@ def _open(recipe: str, overrides: list[str] | None) -> Any:
 
 
 def _stage(
-    name: str, recipe: str, overrides: list[str] | None, afterwards: Any = None, *, anew: bool = False
+    name: str, recipe: str, overrides: list[str] | None, afterwards: Any = None, **options: Any
 ) -> None:
     """Runs one stage, then `afterwards(run, console)`; names the next command, that of `afterwards` first.
 
-    anew: of `train` alone; what stands in its folder is set aside.
+    options: of the stage itself.
     """
     from peagle_train.pipeline import next_command, run_stage
 
     console = Console()
     with _open(recipe, overrides) as run:
-        result = run_stage(run, name, console, **({"anew": True} if anew else {}))
+        result = run_stage(run, name, console, **options)
         then = afterwards(run, console) if afterwards is not None else None
         _next(then or result.next_command or next_command(run, name), console)
 

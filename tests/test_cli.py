@@ -71,7 +71,7 @@ def extract(run: Run, console: Console) -> StageResult:
     return _small_stage(run, console, "extract", 2.0, {"prepare": require(run, "prepare")})
 
 
-def train(run: Run, console: Console) -> StageResult:
+def train(run: Run, console: Console, *, anew: bool = False) -> StageResult:
     parts = {"extract": require(run, "extract"), "train.steps": run.recipe.train.steps}
     return _small_stage(run, console, "train", 3.0, parts)
 
@@ -456,7 +456,7 @@ def test_an_unknown_verb_is_answered_with_the_nearest() -> None:
 
 
 def test_faults_of_ours_keep_their_traceback(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(run: Run, name: str, console: Console) -> StageResult:
+    def broken(run: Run, name: str, console: Console, **options: Any) -> StageResult:
         raise ZeroDivisionError
 
     monkeypatch.setattr(pipeline, "run_stage", broken)

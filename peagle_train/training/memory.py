@@ -54,7 +54,7 @@ class MemoryPlan:
     step: int  # the rest of a step: groups, chunks, what passes backwards
     longest: int  # real slots of the largest batch
     settings: EngineSettings
-    unrolled: bool = False  # eagle3: `group_rows` are all there are
+    one_graph: bool  # eagle3: `group_rows` are all there are
 
     @property
     def peak(self) -> int:
@@ -70,7 +70,7 @@ class MemoryPlan:
         table.add_row("gradients and optimizer", _gib(self.states))
         table.add_row(f"real slots, {self.longest:,} of them", _gib(self.real))
         slots = (
-            f"{cut.group_rows:,} steps of chains" if self.unrolled else f"mask slots by {cut.group_rows:,}"
+            f"{cut.group_rows:,} steps of chains" if self.one_graph else f"mask slots by {cut.group_rows:,}"
         )
         table.add_row(f"{slots}, logits by {cut.loss_rows:,} rows", _gib(self.step))
         table.add_row("peak", _gib(self.peak), style="bold")
@@ -112,7 +112,7 @@ def plan_memory(
     mean_depth = sum(d * share for d, share in enumerate(shares, 1)) / max(masks, 1)
     unit = footprint(head.config, 2 if half else weight, weight, mean_depth)
     most_rows = math.ceil(longest * masks)
-    whole = head.config.method == "eagle3"  # an unroll is not cut
+    whole = unit.one_graph  # an unroll is not cut
     rows = max(most_rows if whole else min(ROWS.get(device.type, ROWS["cuda"]), most_rows), 1)
     elements = max(LOGITS.get(device.type, LOGITS["cuda"]) // head.config.draft_vocab_size, LEAST_ELEMENTS)
     elements = min(elements, longest + most_rows)

@@ -96,9 +96,9 @@ def train(run: Run, console: Console, *, anew: bool = False) -> StageResult:
     if done is not None:
         return done
     # All that can be wrong, with the inputs or on this machine, is told before an earlier training is set
-    # aside: what is made until then lies in a room beside it.
+    # aside: what is made until then lies in a place beside it.
     going_on = not anew and on_main(accelerator, lambda: fits(directory, parts))
-    room = directory if going_on else directory.with_name(f".{directory.name}.new")
+    place = directory if going_on else directory.with_name(f".{directory.name}.new")
     on_main(accelerator, lambda: require_trackers(recipe.track))
     start = time.monotonic()
     store = StateStore(run.states_dir, expected=states)
@@ -111,9 +111,9 @@ def train(run: Run, console: Console, *, anew: bool = False) -> StageResult:
         )
     folder = on_main(accelerator, lambda: obtain(recipe.target, console))
     on_main(accelerator, lambda: _check_mask_token(run, folder, store))
-    engine = on_main(accelerator, lambda: engine_of(room, accelerator.device))
-    with threads_of(engine), _made_beside(directory, room, accelerator):
-        module = _build(run, folder, store, rows, room, accelerator, console)
+    engine = on_main(accelerator, lambda: engine_of(place, accelerator.device))
+    with threads_of(engine), _made_beside(directory, place, accelerator):
+        module = _build(run, folder, store, rows, place, accelerator, console)
         stream = Stream(
             rows,
             slot_counts(store, rows),
@@ -127,8 +127,8 @@ def train(run: Run, console: Console, *, anew: bool = False) -> StageResult:
         module.engine = plan.settings
         engine |= asdict(plan.settings)
         keep = recipe.train.keep_checkpoints
-        on_main(accelerator, lambda: require_room_to_train(room, module.head, keep))
-        on_main(accelerator, lambda: _begin(directory, parts, room, anew, console))
+        on_main(accelerator, lambda: require_room_to_train(place, module.head, keep))
+        on_main(accelerator, lambda: _begin(directory, parts, place, anew, console))
         with trackers(accelerator, recipe, directory, console) as tracking:
             loop = Loop(
                 accelerator,
@@ -204,30 +204,30 @@ def _check_mask_token(run: Run, folder: Path, store: StateStore) -> None:
 
 
 @contextmanager
-def _made_beside(directory: Path, room: Path, accelerator: Accelerator) -> Iterator[None]:
-    """`room` for the block, empty at first and gone at its end, unless it is the directory itself."""
-    mine = room != directory and accelerator.is_main_process
+def _made_beside(directory: Path, place: Path, accelerator: Accelerator) -> Iterator[None]:
+    """`place` for the block, empty at first and gone at its end, unless it is the directory itself."""
+    mine = place != directory and accelerator.is_main_process
     if mine:
-        if room.exists():
-            shutil.rmtree(room)  # of an attempt that was killed
-        room.mkdir(parents=True)
+        if place.exists():
+            shutil.rmtree(place)  # of an attempt that was killed
+        place.mkdir(parents=True)
     try:
         yield
     finally:
-        if mine and room.exists():
-            shutil.rmtree(room, ignore_errors=True)
+        if mine and place.exists():
+            shutil.rmtree(place, ignore_errors=True)
 
 
-def _begin(directory: Path, parts: dict[str, Any], room: Path, anew: bool, console: Console) -> None:
+def _begin(directory: Path, parts: dict[str, Any], place: Path, anew: bool, console: Console) -> None:
     if anew:
         set_aside(directory, "to be made anew (--anew)", console)
     begin(directory, parts, console)
     for folder in (directory, directory / CHECKPOINTS):
         remove_leftovers(folder)
-    if room != directory:
-        for file in room.iterdir():
+    if place != directory:
+        for file in place.iterdir():
             file.replace(directory / file.name)
-        room.rmdir()
+        place.rmdir()
 
 
 def _build(
@@ -235,13 +235,13 @@ def _build(
     folder: Path,
     store: StateStore,
     rows: list[int],
-    room: Path,
+    place: Path,
     accelerator: Accelerator,
     console: Console,
 ) -> DraftTraining:
     """The module to train. The target is loaded for its tables and let go: only output rows stay.
 
-    room: where the draft vocabulary lies, or is written to.
+    place: where the draft vocabulary lies, or is written to.
     """
     recipe = run.recipe
     target = Target.load(
@@ -253,7 +253,7 @@ def _build(
     quiet = console if accelerator.is_main_process else Console(quiet=True)
     # The main process writes the vocabulary map; the others read it.
     with accelerator.main_process_first():
-        start = make_start(recipe, target, store, rows, room, quiet)
+        start = make_start(recipe, target, store, rows, place, quiet)
     torch.manual_seed(recipe.seed)
     train = recipe.train
     weights = depth_weights(train.depth_weights, train.positions, train.cod.rate, train.cod.floor)

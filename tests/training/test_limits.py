@@ -86,7 +86,7 @@ def test_a_changed_recipe_is_refused_with_the_keys_and_the_cure(
 )
 @pytest.mark.parametrize("anew", [False, True])
 def test_what_cannot_run_here_costs_no_earlier_training(
-    recipe: Path, whole: Path, wrong: str, said: str, anew: bool
+    recipe: Path, wrong: str, said: str, anew: bool
 ) -> None:
     training = fresh(recipe, "kept")
     train_here(recipe, "kept", "train.steps=4")
