@@ -62,7 +62,15 @@ def one_by_one(config: HeadConfig, batch: PackedBatch) -> tuple[int, int]:
         multiplications += 3 * entering(wanted, layer) * inputs * queries
         multiplications += 3 * entering(keys, layer) * inputs * 2 * key_values
         multiplications += 3 * len(wanted) * (queries * width + 3 * width * config.intermediate_size)
-        attention += 7 * queries * sum(int(seen[row].sum()) for row in wanted)
+        # In layer 0 the mask slots of one position ask one query, of each real slot once.
+        pairs = set()
+        for row in wanted:
+            alike = layer == 0 and depth[row] > 0
+            for key in seen[row].nonzero()[:, 0].tolist():
+                once = alike and depth[key] == 0
+                asking = (int(document[row]), int(batch.positions[row])) if once else row
+                pairs.add((asking, key))
+        attention += 7 * queries * len(pairs)
         wanted |= keys
     masks = any(bool(depth[row]) for row in wanted)
     multiplications += (2 * entering(wanted, 0) + masks) * config.aux_width * width

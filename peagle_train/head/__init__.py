@@ -17,6 +17,7 @@ how it is computed (docs/engine.md)
     kernels.py     what runs where no mask is needed, proven on the device before it is used
     backends.py    the ways to compute attention, by name: sdpa, flash (flash.py), flex (flex.py)
     choose.py      proves a backend on the device, and picks for `auto`
+    matmul.py      products of activations and weights, by the faster of two libraries
     fused.py       pointwise operations whose backward keeps little
     memory.py      bytes per unit of work
 

@@ -1,8 +1,8 @@
 """Which backend runs here: each is proven on the device, in the dtype, before anything is trained with it.
 
-A proof runs a small packed batch, padding and windows included, through the backend's three ways of being
-called (real slots, mask slots, trained real slots of the last layer), and holds values and gradients of
-queries, keys and values against the rule as a dense mask, computed wider.
+A proof runs a small packed batch, padding and windows included, through the backend's four ways of being
+called (real slots, mask slots, mask slots of layer 0, trained real slots of the last layer), and holds
+values and gradients of queries, keys and values against the rule as a dense mask, computed wider.
 """
 
 from __future__ import annotations
@@ -159,8 +159,9 @@ def _compare(
         return torch.randn(count, heads, head_dim, generator=generator).to(device, dtype)
 
     inputs = [draw(rows, 2 * shared_by), draw(rows, 2), draw(rows, 2)]
-    grad = draw(rows + len(trained), 2 * shared_by)
-    (group,) = cut({window}, batch, None)
+    grad = draw(rows + batch.num_mask_slots + len(trained), 2 * shared_by)
+    (group,) = cut([window], batch, None)
+    alike = _alike(batch)
 
     def streams(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         real_k, real_v = k[:slots].transpose(0, 1), v[:slots].transpose(0, 1)
@@ -169,13 +170,16 @@ def _compare(
             [
                 backend.real_slots(q[:slots], k[:slots], v[:slots], batch.slot_spans, window),
                 backend.attend(q[slots:], real_k, real_v, group.prefixes[window], own),
+                backend.attend(q[alike], real_k, real_v, group.entry, own),
                 backend.attend(q[trained], real_k, real_v, trained_prefix(batch, window)),
             ]
         )
 
     def rule(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = RuleAttention(batch, window)(q, k, v)
-        return torch.cat([out, out[trained]])
+        attention = RuleAttention(batch, window)
+        out = attention(q, k, v)
+        entering = attention(torch.cat([q[:slots], q[alike]]), k, v)
+        return torch.cat([out, entering[slots:], out[trained]])
 
     wide = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
     got = _with_gradients(streams, inputs, grad)
@@ -189,6 +193,15 @@ def _compare(
         if not error <= TOLERANCE[dtype]:
             return f"{name} differs by {error:.1e}, allowed are {TOLERANCE[dtype]:.0e}"
     return None
+
+
+def _alike(batch: PackedBatch) -> Tensor:
+    """For every mask slot one at its position, which asks for them all; rows of the batch."""
+    at = torch.stack([batch.document, batch.positions])[:, batch.num_slots :]
+    kinds, kind = torch.unique(at, dim=1, return_inverse=True)
+    one = torch.empty(kinds.shape[1], dtype=torch.int64, device=at.device)
+    one[kind] = torch.arange(batch.num_slots, batch.positions.shape[0], device=at.device)
+    return one[kind]
 
 
 def _with_gradients(attention: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from peagle_train.head.matmul import product
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., H] over its root mean square, times weight [H]; computed in at least float32."""
@@ -78,15 +80,20 @@ class _GatedDown(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         with torch.autocast(gate.device.type, enabled=False):
-            return F.silu(gate).mul_(up) @ weight.to(gate.dtype).T
+            return product(_silu(gate).mul_(up), weight.to(gate.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         gate, up, weight = ctx.saved_tensors
         with torch.autocast(gate.device.type, enabled=False):
-            opened = F.silu(gate)
+            opened = _silu(gate)
             d_weight = (grad.T @ (opened * up)).to(weight.dtype) if ctx.needs_input_grad[2] else None
-            d_product = grad @ weight.to(gate.dtype)
+            d_product = product(grad, weight.to(gate.dtype).T)
             d_up = opened.mul_(d_product)
             d_gate = torch.ops.aten.silu_backward(d_product.mul_(up), gate)
         return d_gate, d_up, d_weight
+
+
+def _silu(x: Tensor) -> Tensor:
+    # On CPUs torch's silu takes three times as long as its sigmoid and a product.
+    return torch.sigmoid(x).mul_(x) if x.device.type == "cpu" else F.silu(x)

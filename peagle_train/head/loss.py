@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from peagle_train.head.batch import PackedBatch
+from peagle_train.head.matmul import product
 from peagle_train.head.model import DrafterHead
 
 LossKind = Literal["kl", "ce"]
@@ -121,6 +122,10 @@ class VocabularyLoss:
         self.weights = weights.to(device, self.wide)
         self.weighted = weights.tolist() != [1.0] * len(weights)
         self.targets = _TargetRows(target_output, batch.last, self.wide)
+        # Tensors this large are made once: fresh pages cost more than what fills them.
+        shape = min(chunk, len(batch.supervised)), weight.shape[0]
+        self.slope = torch.empty(shape, dtype=self.wide, device=device)
+        self.target = torch.empty(shape if kind == "kl" else 0, dtype=self.wide, device=device)
         self.d_norm = torch.zeros_like(head.norm.weight) if gradients else None
         self.d_lm_head = torch.zeros_like(weight) if gradients and weight.requires_grad else None
         zeros = torch.zeros(len(weights), dtype=self.wide, device=device)
@@ -160,13 +165,14 @@ class VocabularyLoss:
             normed = self.norm(leaf).to(self.compute)
         with torch.no_grad(), torch.autocast(residual.device.type, enabled=False):
             flat = normed.detach()
-            logits = (flat @ self.projection.T).to(self.wide)  # [c, DV]
+            count = len(flat)
+            logits = product(flat, self.projection).to(self.wide)  # [c, DV]
             top, best = logits.max(-1)
             self._count(best == rows, depth)
             weight = self.weights[depth]
             if self.kind == "ce":
                 weight = weight * (rows >= 0)
-            slope = logits.softmax(-1)
+            slope = torch.softmax(logits, -1, out=self.slope[:count])
             log_sum = top - slope.gather(1, best[:, None])[:, 0].log()
             if self.kind == "ce":
                 label = rows.clamp(min=0)[:, None]
@@ -175,9 +181,9 @@ class VocabularyLoss:
             else:
                 target, negative_entropy = self.targets(first, last + 1)
                 here = self.batch.output_row[elements] - first
-                target = target[here]
-                loss = log_sum - torch.linalg.vecdot(logits, target) + negative_entropy[here]
+                target = torch.index_select(target, 0, here, out=self.target[:count])
                 slope.sub_(target)
+                loss = log_sum - target.mul_(logits).sum(-1) + negative_entropy[here]
             self.sums.loss += (loss * weight).sum()
             self.sums.count += weight.sum()
             if not self.gradients:
@@ -191,7 +197,7 @@ class VocabularyLoss:
                     self.d_lm_head.addmm_(slope.T, flat)
                 else:
                     self.d_lm_head += slope.T @ flat
-            d_normed = slope @ self.projection
+            d_normed = product(slope, self.projection.T)
             d_residual, d_norm = torch.autograd.grad(normed, (leaf, self.norm.weight), d_normed)
             self.d_norm += d_norm
         return d_residual

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from peagle_train.head.attention import Attention
 from peagle_train.head.config import HeadConfig
 from peagle_train.head.fused import gated_down, rms_norm, rotate
+from peagle_train.head.matmul import Linear
 
 
 class RMSNorm(nn.Module):
@@ -51,11 +52,11 @@ class SelfAttention(nn.Module):
             config.head_dim,
         )
         bias = config.attention_bias
-        self.q_proj = nn.Linear(width, self.heads * self.dim, bias=bias)
-        self.k_proj = nn.Linear(width, self.kv_heads * self.dim, bias=bias)
-        self.v_proj = nn.Linear(width, self.kv_heads * self.dim, bias=bias)
+        self.q_proj = Linear(width, self.heads * self.dim, bias=bias)
+        self.k_proj = Linear(width, self.kv_heads * self.dim, bias=bias)
+        self.v_proj = Linear(width, self.kv_heads * self.dim, bias=bias)
         # vLLM's Llama layers take attention_bias for the output projection too, its Qwen3 layers do not.
-        self.o_proj = nn.Linear(
+        self.o_proj = Linear(
             self.heads * self.dim, config.hidden_size, bias=bias and config.drafter == "llama"
         )
         self.q_norm = self.k_norm = None
@@ -80,9 +81,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: HeadConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return gated_down(self.gate_proj(x), self.up_proj(x), self.down_proj.weight)
@@ -141,10 +142,10 @@ class DrafterHead(nn.Module):
             if config.fc_norm
             else None
         )
-        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        self.fc = Linear(width, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([Layer(config, i) for i in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         offsets = (
             torch.zeros(config.draft_vocab_size, dtype=torch.int64) if config.reduced_vocabulary else None
         )

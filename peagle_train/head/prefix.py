@@ -12,6 +12,9 @@ a window two edges) where they differ:
 The three are merged by their log-sum-exp. No mask is larger than rows x 2 width; scores are never kept:
 the backward computes them anew, block by block, from the merged log-sum-exp.
 
+All mask slots enter layer 0 as one row, so there the slots of one position, (a, 3), (a+1, 2), (a+2, 1),
+ask the very same query. Of the clear part they get the same answer: it is computed once per position.
+
 Mask slots, the steps of an eagle3 unroll, and those prompt-free rows that the last layer needs all go this
 way. The rule itself is `attention.visible`; tests demand equality with it.
 """
@@ -19,20 +22,28 @@ way. The rule itself is `attention.visible`; tests demand equality with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from peagle_train.head.chains import OwnChains, own_backward, own_forward
-from peagle_train.head.kernels import Kernel, merge_into, weigh, weigh_again
+from peagle_train.head.kernels import LEAST, Kernel, merge_into, weigh, weigh_again
 
 Own = tuple[Tensor, Tensor, OwnChains]
 """Keys and values [n, Hkv, D] of the rows' own chains, and which are whose."""
 
 WIDTH = {"cpu": 128, "cuda": 512}
 """Anchors of a block, by kind of device: narrow edges against the cost of starting an operator."""
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Which rows of a block ask the same query. Both int64, on the rows' device."""
+
+    one: Tensor  # [u] a row of each kind, counted from the block's first
+    kind: Tensor  # [rows] which of these a row is like
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,7 @@ class Block:
     clear: tuple[int, int]  # keys that every row sees
     edges: tuple[tuple[int, int], ...]  # keys that some rows see
     document: int  # its first real slot
+    alike: Alike | None = None  # None: every row asks for itself
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,8 @@ def shared_prefix(
     documents: Sequence[tuple[int, tuple[int, int]]],
     window: int | None,
     device: torch.device,
+    *,
+    alike: bool = False,
 ) -> SharedPrefix:
     """Cuts rows into blocks.
 
@@ -82,6 +96,7 @@ def shared_prefix(
         documents: first real slot of each, and the range of its rows.
         window: of the layer.
         device: where the rows are.
+        alike: rows of one document and position ask equal queries.
     """
     blocks = []
     width = WIDTH.get(device.type, WIDTH["cuda"])
@@ -89,9 +104,22 @@ def shared_prefix(
         while start < end:
             low = int(anchor[start])
             stop = start + int(torch.searchsorted(anchor[start:end], low + width))
-            blocks.append(_block(anchor, depth, first, start, stop, window))
+            block = _block(anchor, depth, first, start, stop, window)
+            if alike:
+                block = replace(block, alike=_alike(anchor[start:stop] + depth[start:stop], device))
+            blocks.append(block)
             start = stop
     return SharedPrefix(anchor.to(device), depth.to(device), window, tuple(blocks))
+
+
+def _alike(position: Tensor, device: torch.device) -> Alike | None:
+    """Rows [rows] by position; None where too few share one for it to pay."""
+    kinds, kind = torch.unique(position, return_inverse=True)
+    if len(kinds) > 0.75 * len(position):
+        return None
+    one = torch.empty_like(kinds)
+    one[kind] = torch.arange(len(kind))
+    return Alike(one.to(device), kind.to(device))
 
 
 def _block(anchor: Tensor, depth: Tensor, first: int, start: int, stop: int, window: int | None) -> Block:
@@ -156,8 +184,7 @@ class _Attend(torch.autograd.Function):
                 out, lse = own_forward(rows, own_k, own_v, chains)
             for block in prefix.blocks:
                 here = (slice(None), slice(None), slice(*block.rows))
-                folded = _fold(rows[here])  # [Hkv, g * rows, D]
-                for part, part_lse in _parts(folded, k, v, block, prefix, kernel):
+                for part, part_lse in _parts(rows[here], k, v, block, prefix, kernel):
                     mine, mine_lse = out[here], lse[here]
                     merge_into(mine, mine_lse, part.view(mine.shape), part_lse.view(mine_lse.shape))
             result = _by_row(out.to(q.dtype))
@@ -180,19 +207,23 @@ class _Attend(torch.autograd.Function):
                 dq, d_own_k, d_own_v = own_backward(grad, rows, own_k, own_v, out, lse, ctx.chains)
             for block in prefix.blocks:
                 here = (slice(None), slice(None), slice(*block.rows))
-                grad_b, q_b, out_b = (_fold(t[here]) for t in (grad, rows, out))
-                lse_b, shape = lse[here].flatten(1), rows[here].shape
+                grad_b, q_b, out_b, lse_b, dq_b = (t[here] for t in (grad, rows, out, lse, dq))
                 start, end = block.clear
                 if end > start:
-                    part, dk_b, dv_b = ctx.kernel.backward(
-                        grad_b, q_b, k[:, start:end], v[:, start:end], out_b, lse_b
-                    )
-                    dq[here] += part.view(shape)
+                    asked = _asked_once(grad_b, q_b, out_b, lse_b, block.alike)
+                    keys, values = k[:, start:end], v[:, start:end]
+                    part, dk_b, dv_b = ctx.kernel.backward(asked[0], asked[1], keys, values, *asked[2:])
+                    part = part.unflatten(1, (q_b.shape[1], -1))
+                    if block.alike is None:
+                        dq_b += part
+                    else:
+                        dq_b.index_add_(2, block.alike.one, part.to(dq_b.dtype))
                     dk[:, start:end] += dk_b
                     dv[:, start:end] += dv_b
                 if block.edges:
+                    grad_b, q_b, out_b, lse_b = (_fold(t) for t in (grad_b, q_b, out_b, lse_b))
                     part = _edge_backward(grad_b, q_b, out_b, lse_b, k, v, dk, dv, block, prefix)
-                    dq[here] += part.view(shape)
+                    dq_b += part.view(dq_b.shape)
             dq, dk, dv = _by_row(dq.to(q.dtype)), dk.to(k.dtype), dv.to(v.dtype)
         return dq, dk, dv, d_own_k, d_own_v, None, None, None
 
@@ -208,20 +239,57 @@ def _by_row(x: Tensor) -> Tensor:
 
 
 def _fold(x: Tensor) -> Tensor:
-    """[Hkv, g, rows, D] -> [Hkv, g * rows, D]."""
+    """[Hkv, g, rows, ...] -> [Hkv, g * rows, ...]."""
     return x.flatten(1, 2).contiguous()
 
 
 def _parts(
     q: Tensor, k: Tensor, v: Tensor, block: Block, prefix: SharedPrefix, kernel: Kernel
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(out, lse) of a block over its clear keys and over its edges."""
+    """(out, lse) of a block's rows [Hkv, g, rows, D] over its clear keys and over its edges."""
     start, end = block.clear
     if end > start:
-        yield kernel.forward(q, k[:, start:end], v[:, start:end])
+        keys, values, alike = k[:, start:end], v[:, start:end], block.alike
+        if alike is None:
+            yield kernel.forward(_fold(q), keys, values)
+        else:
+            parts = kernel.forward(_fold(q.index_select(2, alike.one)), keys, values)
+            out, lse = (t.unflatten(1, (q.shape[1], -1)).index_select(2, alike.kind) for t in parts)
+            yield out, lse
     if block.edges:
-        weights, lse = weigh(*_edge_scores(q, k, block, prefix))
+        weights, lse = weigh(*_edge_scores(_fold(q), k, block, prefix))
         yield torch.bmm(weights.flatten(1, 2).to(v.dtype), _edge(v, block)), lse
+
+
+def _asked_once(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, alike: Alike | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a kernel's backward wants of a block's rows: grad, q, out [Hkv, g * u, D] and lse [Hkv, g * u].
+
+    The weights exp(score - lse) of rows that ask the same differ by a factor alone, exp(least lse - lse),
+    and the gradients of scores, keys and values are sums over rows of
+
+        weight * grad    and    weight * (grad . value - grad . out)
+
+    So one row stands for all of a kind: with the least lse, the gradients times their factors added up, and
+    an `out` whose product with that sum is what the rows' products times their factors add up to. All that
+    a backward asks of `out` is this product; along the gradient itself it comes without cancellation.
+    """
+    if alike is None:
+        return _fold(grad), _fold(q), _fold(out), _fold(lse)
+    kinds, tiny = (*lse.shape[:2], len(alike.one)), torch.finfo(lse.dtype).tiny
+    least = lse.new_full(kinds, float("inf")).scatter_reduce_(2, alike.kind.expand_as(lse), lse, "amin")
+    factor = (least.index_select(2, alike.kind) - lse).clamp_(min=LEAST).exp_()[..., None]
+    weighted = grad * factor
+    sums = lse.new_zeros(*kinds, grad.shape[-1]).index_add_(2, alike.kind, weighted)
+    products = weighted.mul_(out).sum(-1, keepdim=True)
+    product = lse.new_zeros(*kinds, 1).index_add_(2, alike.kind, products)
+    # Where gradients cancel to the last bit, a vector too small to count carries the product.
+    cancelled = (sums.square().sum(-1, keepdim=True) < tiny) & (product != 0)
+    sums.masked_fill_(cancelled, tiny**0.5)
+    along = sums * product.div_(sums.square().sum(-1, keepdim=True).clamp_(min=tiny))
+    asking = q.index_select(2, alike.one)
+    return _fold(sums.to(q.dtype)), _fold(asking), _fold(along.to(q.dtype)), _fold(least)
 
 
 def _edge(x: Tensor, block: Block) -> Tensor:

@@ -43,6 +43,7 @@ class Group:
     elements: Tensor  # [e] the batch's elements, in that order, on its device
     output_rows: tuple[int, ...]  # [e] rows of `batch.last`, rising
     prefixes: dict[int | None, SharedPrefix]  # by window: the real slots that its mask slots see
+    entry: SharedPrefix  # those of layer 0, where the slots of one position ask the same
     chains: dict[int | None, OwnChains]  # by window: the mask slots that they see
 
 
@@ -86,10 +87,10 @@ class RealStream:
 
 def groups_of(head: DrafterHead, batch: PackedBatch, rows: int | None) -> list[Group]:
     """Cuts a batch into groups of at most `rows` mask slots (None: one group), but one chain at least."""
-    return cut(set(head.config.windows), batch, rows)
+    return cut(head.config.windows, batch, rows)
 
 
-def cut(windows: set[int | None], batch: PackedBatch, rows: int | None) -> list[Group]:
+def cut(windows: Sequence[int | None], batch: PackedBatch, rows: int | None) -> list[Group]:
     """`groups_of` a head whose layers have these windows."""
     table, limit = batch.chains, rows or max(batch.num_mask_slots, 1)
     ends, cuts = torch.cumsum(table.masks, 0), [0]
@@ -100,7 +101,7 @@ def cut(windows: set[int | None], batch: PackedBatch, rows: int | None) -> list[
     return [_group(windows, batch, ends, a, b) for a, b in pairwise(cuts)]
 
 
-def _group(windows: set[int | None], batch: PackedBatch, ends: Tensor, a: int, b: int) -> Group:
+def _group(windows: Sequence[int | None], batch: PackedBatch, ends: Tensor, a: int, b: int) -> Group:
     table, device = batch.chains, batch.positions.device
     first, last = (int(ends[a - 1]) if a else 0), int(ends[b - 1])
     chains = len(table.anchor)
@@ -115,8 +116,9 @@ def _group(windows: set[int | None], batch: PackedBatch, ends: Tensor, a: int, b
         for (slot, _), (start, end) in zip(batch.slot_spans, batch.mask_spans, strict=True)
         if max(start, first) < min(end, last)
     ]
-    prefixes = {window: shared_prefix(anchor, depth, spans, window, device) for window in windows}
-    lengths = {window: depth if window is None else depth.clamp(max=window) for window in windows}
+    prefixes = {window: shared_prefix(anchor, depth, spans, window, device) for window in set(windows)}
+    entry = shared_prefix(anchor, depth, spans, windows[0], device, alike=True)
+    lengths = {window: depth if window is None else depth.clamp(max=window) for window in prefixes}
     own = {w: OwnChains(1, n.to(device), int(n.max()) if len(n) else 1) for w, n in lengths.items()}
     return Group(
         (a, b),
@@ -125,6 +127,7 @@ def _group(windows: set[int | None], batch: PackedBatch, ends: Tensor, a: int, b
         elements[order].to(device),
         tuple(output_rows.tolist()),
         prefixes,
+        entry,
         own,
     )
 
@@ -191,7 +194,8 @@ def mask_stream(
             q, (k, v) = layer.self_attn.queries(x), layer.self_attn.keys_and_values(x)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         own = k, v, group.chains[window]
-        mixed = backend.attend(q, real.keys[index], real.values[index], group.prefixes[window], own)
+        prefix = group.prefixes[window] if index else group.entry
+        mixed = backend.attend(q, real.keys[index], real.values[index], prefix, own)
         residual = layer.finish(residual, mixed)
     return residual
 

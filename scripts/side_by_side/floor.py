@@ -11,7 +11,8 @@ element's label distribution. What the result does not need is not counted:
     last layer  keys and values of all rows; queries, output projection and MLP only of the E rows with loss
     head        E rows
     target      P rows, once for all depths that share a position; forward only
-    attention   (a, d) sees a + 1 real slots and d slots of its own chain; no pair outside of that
+    attention   (a, d) sees a + 1 real slots and d slots of its own chain; no pair outside of that. In layer 0
+                the mask slots of one position ask the same query: each real slot answers it once
 
 Backward costs twice the forward (gradient of the input, gradient of the weight). Attention costs two
 products forward (scores, values) and five backward (scores again, and the gradients of the weights, values,
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from peagle_train.head import matmul
 from peagle_train.head.batch import PackedBatch
 from peagle_train.head.config import HeadConfig
 
@@ -85,36 +87,44 @@ def operations(config: HeadConfig, batch: PackedBatch, train_output: bool = True
             batch.output_row.unique().numel(), config.target_hidden_size, config.draft_vocab_size, times=1
         ),
     }
-    causal, causal_last, prefix, chain = _pairs(batch)
+    causal, causal_last, prefix, entry, chain = _pairs(batch)
     layers = config.num_layers
     per_pair = MULTIPLY_ADD * ATTENTION_PRODUCTS * queries
     attention = {
         "real slots": per_pair * (causal * (layers - 1) + causal_last),
-        "prefixes": per_pair * prefix * layers,
+        "prefixes": per_pair * (prefix * (layers - 1) + entry),
         "chains": per_pair * chain * layers,
     }
     return Operations(linear, attention)
 
 
-def _pairs(batch: PackedBatch) -> tuple[int, int, int, int]:
-    """Pairs of query and key: real slots among themselves, of these the last layer's, prefixes, chains."""
+def _pairs(batch: PackedBatch) -> tuple[int, int, int, int, int]:
+    """Pairs of query and key: real slots among themselves, of these the last layer's, prefixes, those of
+    layer 0, chains."""
     slots = batch.num_slots
     # A real slot sees as many real slots as its position says, and itself.
     seen = batch.positions[batch.anchor] + 1
     with_loss = batch.supervised[batch.supervised < slots]
     causal = sum((end - start) * (end - start + 1) // 2 for start, end in batch.slot_spans)
-    return causal, int(seen[with_loss].sum()), int(seen[slots:].sum()), int(batch.depth[slots:].sum())
+    at = torch.stack([batch.document, batch.positions])[:, slots:]
+    queries, kind = torch.unique(at, dim=1, return_inverse=True)
+    farthest = torch.zeros(queries.shape[1], dtype=seen.dtype).scatter_reduce_(0, kind, seen[slots:], "amax")
+    prefixes = int(seen[slots:].sum()), int(farthest.sum())
+    return causal, int(seen[with_loss].sum()), *prefixes, int(batch.depth[slots:].sum())
 
 
 def matmul_rate(size: int = 1024, times: int = 9) -> float:
-    """Operations per CPU-second of a square float32 product; the median of `times`."""
-    left, right, out = (torch.randn(size, size) for _ in range(3))
-    seconds = []
-    for _ in range(times):
-        start = time.process_time()
-        torch.mm(left, right, out=out)
-        seconds.append(time.process_time() - start)
-    return MULTIPLY_ADD * size**3 / statistics.median(seconds)
+    """Operations per CPU-second of a square float32 product by the faster of torch's libraries; medians."""
+    left, right = (torch.randn(size, size) for _ in range(2))
+    by_library = []
+    for multiply in (torch.mm, matmul.product):
+        seconds = []
+        for _ in range(times):
+            start = time.process_time()
+            multiply(left, right)
+            seconds.append(time.process_time() - start)
+        by_library.append(statistics.median(seconds))
+    return MULTIPLY_ADD * size**3 / min(by_library)
 
 
 def attention_rate(config: HeadConfig, tokens: int, least_seconds: float = 0.5) -> float:

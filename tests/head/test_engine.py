@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peagle_train.head import engine as engine_module
-from peagle_train.head import prefix, streams
+from peagle_train.head import matmul, prefix, streams
 from peagle_train.head.attention import RuleAttention
 from peagle_train.head.batch import Document, pack
 from peagle_train.head.config import FULL, SLIDING
@@ -75,6 +75,42 @@ def test_long_documents_windows_and_kernels(
     assert_same(head, fast, slow, 1e-10)
 
 
+def test_in_layer_0_a_position_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mask slots of one document and position in a block: one query of the kernel in layer 0."""
+    monkeypatch.setitem(prefix.WIDTH, "cpu", 8)
+    asked: list[int] = []
+
+    class Watched(Tiled):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            asked.append(q.shape[1])
+            return super().forward(q, k, v)
+
+    monkeypatch.setattr("peagle_train.head.backends.kernel_for", lambda *given: Chosen(Watched(), ()))
+    head, batch = toy_head(num_layers=2), pack([toy_document(11, length=60, positions=6, rate=0.9)])
+    (group,) = groups_of(head, batch, None)
+    backend = engine_module.backend_for("sdpa")
+    real = streams.real_stream(head, batch, backend)
+    asked.clear()
+    streams.mask_stream(head, batch, group, real, backend)
+    blocks = [b for b in group.entry.blocks if b.clear[1] > b.clear[0]]
+    shared = CONFIG.num_attention_heads // CONFIG.num_key_value_heads
+    position = group.entry.anchor + group.entry.depth
+    positions = [len(position[slice(*b.rows)].unique()) for b in blocks]
+    rows = [b.rows[1] - b.rows[0] for b in blocks]
+    assert asked == [shared * n for n in positions + rows]
+    assert sum(positions) < 0.5 * sum(rows)
+
+
+def test_gradients_that_cancel_still_carry_their_product() -> None:
+    """Two rows ask the same, with opposite gradients and different outputs: what is left are the outputs."""
+    grad, out = torch.zeros(1, 1, 2, 4), torch.randn(1, 1, 2, 4, generator=torch.Generator().manual_seed(0))
+    grad[0, 0, 0], grad[0, 0, 1] = 1.5, -1.5
+    alike = prefix.Alike(torch.tensor([1]), torch.tensor([0, 0]))
+    sums, q, along, lse = prefix._asked_once(grad, out, out, torch.zeros(1, 1, 2), alike)
+    assert float(sums.abs().max()) < 1e-15 and torch.equal(q[0], out[0, 0, 1:]) and float(lse) == 0
+    torch.testing.assert_close((sums * along).sum(), (grad * out).sum())
+
+
 @pytest.mark.parametrize("kind", ["kl", "ce"])
 @pytest.mark.parametrize("settings", [EngineSettings(3, 2), EngineSettings(backend="reference")])
 def test_a_frozen_output_matrix_has_no_gradient_and_changes_no_other(
@@ -91,7 +127,12 @@ def test_a_frozen_output_matrix_has_no_gradient_and_changes_no_other(
     assert loss.d_lm_head is None
 
 
-def test_float32_gradients_stay_within_one_in_a_hundred_thousand() -> None:
+@pytest.mark.parametrize("least", [matmul.LEAST_OPERATIONS, 0], ids=["torch's products", "oneDNN's"])
+def test_float32_gradients_stay_within_one_in_a_hundred_thousand(
+    least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "LEAST_OPERATIONS", least)
+    monkeypatch.setitem(prefix.WIDTH, "cpu", 8)
     documents = [toy_document(**d) for d in LONG]  # type: ignore[arg-type]
     exact, single = toy_head(), toy_head(dtype=torch.float32)
     slow, _ = fast_loss(exact, documents, attention=RuleAttention)
@@ -141,16 +182,15 @@ def test_the_targets_distribution_is_made_once_per_position(monkeypatch: pytest.
 
 def test_logits_exist_for_one_chunk_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of the vocabulary's width has more rows than a chunk (the gradient of lm_head apart)."""
-    tallest = 0
-    softmax = Tensor.softmax
+    tallest, softmax = 0, torch.softmax
 
-    def watched(self: Tensor, *given: int) -> Tensor:
+    def watched(logits: Tensor, dim: int, **given: Any) -> Tensor:
         nonlocal tallest
-        if self.shape[-1] == CONFIG.draft_vocab_size:
-            tallest = max(tallest, self.shape[0])
-        return softmax(self, *given)
+        if logits.shape[-1] == CONFIG.draft_vocab_size:
+            tallest = max(tallest, logits.shape[0])
+        return softmax(logits, dim, **given)
 
-    monkeypatch.setattr(Tensor, "softmax", watched)
+    monkeypatch.setattr(torch, "softmax", watched)
     fast_loss(toy_head(), [toy_document(**d) for d in LONG], settings=EngineSettings(None, 6))  # type: ignore[arg-type]
     assert tallest == 6
 
