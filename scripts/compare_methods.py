@@ -62,7 +62,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--peagle", default="smollm2", help="recipe of the P-EAGLE head")
     parser.add_argument("--eagle3", default="smollm2-eagle3", help="recipe of the baseline, on the same data")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="one training of each method")
     parser.add_argument("--steps", type=int, help="steps of both at equal data; left out: the recipe's")
     parser.add_argument("--output", default="runs/compare", help="where the runs are kept")
     return parser.parse_args()

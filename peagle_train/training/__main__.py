@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     console.print(result.message, markup=False)
     if result.next_command:
-        console.print(f"next: {result.next_command}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Next: {result.next_command}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

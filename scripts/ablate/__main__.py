@@ -89,7 +89,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="of the base recipe, as a.b=c")
     parser.add_argument("--recipe", default="smollm2", help="the base, and whose states are used")
     parser.add_argument("--seconds", type=float, default=120.0, help="CPU-seconds of each training")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="one training of each setting")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="trainings at one time")
     parser.add_argument(
         "--only", type=lambda text: text.split(","), default=[], help="groups, with commas between"
@@ -99,7 +99,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--final", action="store_true", help="open it after a part of the groups too")
     parser.add_argument("--plan", action="store_true", help="say what would be trained, and end")
     parser.add_argument("--write-docs", action="store_true", help=f"put the tables into {DOCS}")
-    parser.add_argument("--output", type=Path, default=Path("runs/ablate"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/ablate"), help="where runs and tables are kept"
+    )
     options = parser.parse_intermixed_args(arguments)
     options.command = shlex.join(sys.argv[1:] if arguments is None else arguments)
     return options

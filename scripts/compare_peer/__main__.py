@@ -76,9 +76,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--recipe", default="smollm2", help="whose states are used, and how ours is trained")
     parser.add_argument("overrides", nargs="*", help="of the recipe, as a.b=c")
     parser.add_argument("--seconds", type=float, default=120.0, help="CPU-seconds of each training")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3], help="ours")
-    parser.add_argument("--peer-rates", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one training of each setting")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3], help="learning rates of ours"
+    )
+    parser.add_argument(
+        "--peer-rates", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3], help="learning rates of the peer"
+    )
     parser.add_argument(
         "--peer-optimizers",
         nargs="+",
@@ -96,7 +100,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--peer-python", default=".venv-peer/bin/python", help="python with speculators 0.9.0"
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/compare_peer"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/compare_peer"), help="where the runs are kept"
+    )
     return parser.parse_args()
 
 

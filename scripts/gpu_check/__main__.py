@@ -86,11 +86,11 @@ def _options() -> argparse.Namespace:
         description=package.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
     parser.add_argument("--tiny", action="store_true", help="small sizes, all in one process")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--plan", action="store_true", help="print the heads' memory plans and end")
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu_check.json"))
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu_check.json"), help="where the lines go")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     return parser.parse_args()
 

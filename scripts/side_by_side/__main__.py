@@ -121,12 +121,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--peer-python", default=".venv-peer/bin/python", help="python with speculators 0.9.0"
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/side_by_side.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/side_by_side.json"), help="where the figures go"
+    )
     return parser.parse_args()
 
 
 def _sizes(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() and int(part) > 1 for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; expected numbers of tokens with commas between: 512,1024"
+        )
+    return [int(part) for part in parts]
 
 
 def _measure(sides: list[SideProcess], tokens: int, repeats: int, console: Console) -> dict[str, Any]:
