@@ -56,17 +56,25 @@ def test_any_cut_equals_the_reference(
 
 
 @pytest.mark.parametrize("kernel", [Tiled, FusedCPU])
-@pytest.mark.parametrize("windows", [None, 2, 9, 17])
+@pytest.mark.parametrize(
+    ("windows", "sliding"),
+    [(None, ""), (2, "yes no yes"), (9, "no yes yes"), (9, "yes yes no"), (17, "yes no yes")],
+)
 @pytest.mark.parametrize("group_rows", [9, None])
 def test_long_documents_windows_and_kernels(
-    group_rows: int | None, windows: int | None, kernel: type[Kernel], monkeypatch: pytest.MonkeyPatch
+    group_rows: int | None,
+    windows: int | None,
+    sliding: str,
+    kernel: type[Kernel],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Clear parts, two edges and rows that see no edge key at all, against the dense mask of the rule."""
     monkeypatch.setitem(prefix.WIDTH, "cpu", 4)
     monkeypatch.setattr("peagle_train.head.backends.kernel_for", lambda *given: Chosen(kernel(), ()))
     layers = dict(num_layers=3)
     if windows is not None:
-        layers |= dict(layer_types=(SLIDING, FULL, SLIDING), sliding_window=windows)  # type: ignore[dict-item]
+        types = tuple(SLIDING if layer == "yes" else FULL for layer in sliding.split())
+        layers |= dict(layer_types=types, sliding_window=windows)  # type: ignore[dict-item]
     head = toy_head(**layers)
     documents = [toy_document(**d, positions=7, rate=0.9) for d in LONG]  # type: ignore[arg-type]
     weights = torch.linspace(1, 2, 7, dtype=torch.float64)
