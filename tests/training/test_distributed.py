@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from accelerate import DistributedType
 from safetensors.torch import load_file
 
 from peagle_train.errors import PeagleError
+from peagle_train.head import matmul
 from peagle_train.training.launch import Asked, asked, prove_processes, prove_wrapping
 from peagle_train.training.zero import _settle
 from tests.training import distributed_worker as worker
@@ -32,6 +34,14 @@ def launch(out: Path, *ways: str) -> Path:
     ends, said = ends_of(out, start_ranks(out, lambda: worker.main(out, *ways)))
     assert ends == [0] * WORLD, said
     return out
+
+
+@pytest.fixture(scope="module", autouse=True)
+def products_by_onednn() -> Iterator[None]:
+    """The rows here are too few for it otherwise; test_resume.py has the same ways with torch's products."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul, "LEAST_OPERATIONS", 0)
+        yield
 
 
 @pytest.fixture(scope="module")
