@@ -14,6 +14,7 @@ how it is computed (docs/engine.md)
     streams.py     real slots once, mask slots in groups; forward.py: both as one computation
     unroll.py      the EAGLE-3 baseline's way: one pass per depth, fed with its own states
     prefix.py, chains.py, causal.py   attention to the real slots, to the own chain, among real slots
+    alike.py       mask slots that ask the same in layer 0, answered once
     kernels.py     what runs where no mask is needed, proven on the device before it is used
     backends.py    the ways to compute attention, by name: sdpa, flash (flash.py), flex (flex.py)
     choose.py      proves a backend on the device, and picks for `auto`

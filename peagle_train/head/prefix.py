@@ -28,22 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from peagle_train.head.alike import Alike, alike_of
 from peagle_train.head.chains import OwnChains, own_backward, own_forward
-from peagle_train.head.kernels import LEAST, Kernel, merge_into, weigh, weigh_again
+from peagle_train.head.kernels import Kernel, merge_into, weigh, weigh_again
 
 Own = tuple[Tensor, Tensor, OwnChains]
 """Keys and values [n, Hkv, D] of the rows' own chains, and which are whose."""
 
 WIDTH = {"cpu": 128, "cuda": 512}
 """Anchors of a block, by kind of device: narrow edges against the cost of starting an operator."""
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Which rows of a block ask the same query. Both int64, on the rows' device."""
-
-    one: Tensor  # [u] a row of each kind, counted from the block's first
-    kind: Tensor  # [rows] which of these a row is like
 
 
 @dataclass(frozen=True)
@@ -106,20 +99,10 @@ def shared_prefix(
             stop = start + int(torch.searchsorted(anchor[start:end], low + width))
             block = _block(anchor, depth, first, start, stop, window)
             if alike:
-                block = replace(block, alike=_alike(anchor[start:stop] + depth[start:stop], device))
+                block = replace(block, alike=alike_of(anchor[start:stop] + depth[start:stop], device))
             blocks.append(block)
             start = stop
     return SharedPrefix(anchor.to(device), depth.to(device), window, tuple(blocks))
-
-
-def _alike(position: Tensor, device: torch.device) -> Alike | None:
-    """Rows [rows] by position; None where too few share one for it to pay."""
-    kinds, kind = torch.unique(position, return_inverse=True)
-    if len(kinds) > 0.75 * len(position):
-        return None
-    one = torch.empty_like(kinds)
-    one[kind] = torch.arange(len(kind))
-    return Alike(one.to(device), kind.to(device))
 
 
 def _block(anchor: Tensor, depth: Tensor, first: int, start: int, stop: int, window: int | None) -> Block:
@@ -210,9 +193,12 @@ class _Attend(torch.autograd.Function):
                 grad_b, q_b, out_b, lse_b, dq_b = (t[here] for t in (grad, rows, out, lse, dq))
                 start, end = block.clear
                 if end > start:
-                    asked = _asked_once(grad_b, q_b, out_b, lse_b, block.alike)
+                    asked = grad_b, q_b, out_b, lse_b
+                    if block.alike is not None:
+                        asked = block.alike.sums(*asked)
+                    grad_a, q_a, out_a, lse_a = (_fold(t) for t in asked)
                     keys, values = k[:, start:end], v[:, start:end]
-                    part, dk_b, dv_b = ctx.kernel.backward(asked[0], asked[1], keys, values, *asked[2:])
+                    part, dk_b, dv_b = ctx.kernel.backward(grad_a, q_a, keys, values, out_a, lse_a)
                     part = part.unflatten(1, (q_b.shape[1], -1))
                     if block.alike is None:
                         dq_b += part
@@ -253,43 +239,12 @@ def _parts(
         if alike is None:
             yield kernel.forward(_fold(q), keys, values)
         else:
-            parts = kernel.forward(_fold(q.index_select(2, alike.one)), keys, values)
-            out, lse = (t.unflatten(1, (q.shape[1], -1)).index_select(2, alike.kind) for t in parts)
+            parts = kernel.forward(_fold(alike.one_of_each(q)), keys, values)
+            out, lse = (alike.for_all(t.unflatten(1, (q.shape[1], -1))) for t in parts)
             yield out, lse
     if block.edges:
         weights, lse = weigh(*_edge_scores(_fold(q), k, block, prefix))
         yield torch.bmm(weights.flatten(1, 2).to(v.dtype), _edge(v, block)), lse
-
-
-def _asked_once(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, alike: Alike | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a kernel's backward wants of a block's rows: grad, q, out [Hkv, g * u, D] and lse [Hkv, g * u].
-
-    The weights exp(score - lse) of rows that ask the same differ by a factor alone, exp(least lse - lse),
-    and the gradients of scores, keys and values are sums over rows of
-
-        weight * grad    and    weight * (grad . value - grad . out)
-
-    So one row stands for all of a kind: with the least lse, the gradients times their factors added up, and
-    an `out` whose product with that sum is what the rows' products times their factors add up to. All that
-    a backward asks of `out` is this product; along the gradient itself it comes without cancellation.
-    """
-    if alike is None:
-        return _fold(grad), _fold(q), _fold(out), _fold(lse)
-    kinds, tiny = (*lse.shape[:2], len(alike.one)), torch.finfo(lse.dtype).tiny
-    least = lse.new_full(kinds, float("inf")).scatter_reduce_(2, alike.kind.expand_as(lse), lse, "amin")
-    factor = (least.index_select(2, alike.kind) - lse).clamp_(min=LEAST).exp_()[..., None]
-    weighted = grad * factor
-    sums = lse.new_zeros(*kinds, grad.shape[-1]).index_add_(2, alike.kind, weighted)
-    products = weighted.mul_(out).sum(-1, keepdim=True)
-    product = lse.new_zeros(*kinds, 1).index_add_(2, alike.kind, products)
-    # Where gradients cancel to the last bit, a vector too small to count carries the product.
-    cancelled = (sums.square().sum(-1, keepdim=True) < tiny) & (product != 0)
-    sums.masked_fill_(cancelled, tiny**0.5)
-    along = sums * product.div_(sums.square().sum(-1, keepdim=True).clamp_(min=tiny))
-    asking = q.index_select(2, alike.one)
-    return _fold(sums.to(q.dtype)), _fold(asking), _fold(along.to(q.dtype)), _fold(least)
 
 
 def _edge(x: Tensor, block: Block) -> Tensor:
