@@ -34,6 +34,11 @@ class Alike:
         """Every row gets what its kind has."""
         return x.index_select(2, self.kind)
 
+    def to_the_one(self, x: Tensor) -> Tensor:
+        """The row of `one` gets what its kind has, the others 0."""
+        rows = x.new_zeros(*x.shape[:2], len(self.kind), *x.shape[3:])
+        return rows.index_copy_(2, self.one, x)
+
     def sums(
         self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Which backend runs here: each is proven on the device, in the dtype, before anything is trained with it.
 
 A proof runs a small packed batch, padding and windows included, through the backend's four ways of being
-called (real slots, mask slots, mask slots of layer 0, trained real slots of the last layer), and holds
+called (real slots, mask slots of layer 0 and of others, trained real slots of the last layer), and holds
 values and gradients of queries, keys and values against the rule as a dense mask, computed wider.
 """
 
@@ -160,8 +160,11 @@ def _compare(
 
     inputs = [draw(rows, 2 * shared_by), draw(rows, 2), draw(rows, 2)]
     grad = draw(rows + batch.num_mask_slots + len(trained), 2 * shared_by)
-    (group,) = cut([window], batch, None)
-    alike = _alike(batch)
+    (group,) = cut([window, window], batch, None)
+    # In layer 0 any query will do for a position, if all its mask slots ask it.
+    alike = torch.unique(
+        torch.stack([batch.document, batch.positions])[:, slots:], dim=1, return_inverse=True
+    )[1]
 
     def streams(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         real_k, real_v = k[:slots].transpose(0, 1), v[:slots].transpose(0, 1)
@@ -169,17 +172,16 @@ def _compare(
         return torch.cat(
             [
                 backend.real_slots(q[:slots], k[:slots], v[:slots], batch.slot_spans, window),
-                backend.attend(q[slots:], real_k, real_v, group.prefixes[window], own),
-                backend.attend(q[alike], real_k, real_v, group.entry, own),
+                backend.attend(q[alike], real_k, real_v, group.prefixes[0], own),
+                backend.attend(q[slots:], real_k, real_v, group.prefixes[1], own),
                 backend.attend(q[trained], real_k, real_v, trained_prefix(batch, window)),
             ]
         )
 
     def rule(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attention = RuleAttention(batch, window)
-        out = attention(q, k, v)
-        entering = attention(torch.cat([q[:slots], q[alike]]), k, v)
-        return torch.cat([out, entering[slots:], out[trained]])
+        entering, out = attention(torch.cat([q[:slots], q[alike]]), k, v), attention(q, k, v)
+        return torch.cat([entering, out[slots:], out[trained]])
 
     wide = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
     got = _with_gradients(streams, inputs, grad)
@@ -193,15 +195,6 @@ def _compare(
         if not error <= TOLERANCE[dtype]:
             return f"{name} differs by {error:.1e}, allowed are {TOLERANCE[dtype]:.0e}"
     return None
-
-
-def _alike(batch: PackedBatch) -> Tensor:
-    """For every mask slot one at its position, which asks for them all; rows of the batch."""
-    at = torch.stack([batch.document, batch.positions])[:, batch.num_slots :]
-    kinds, kind = torch.unique(at, dim=1, return_inverse=True)
-    one = torch.empty(kinds.shape[1], dtype=torch.int64, device=at.device)
-    one[kind] = torch.arange(batch.num_slots, batch.positions.shape[0], device=at.device)
-    return one[kind]
 
 
 def _with_gradients(attention: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:

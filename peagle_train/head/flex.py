@@ -94,9 +94,11 @@ class Plans:
 
     def of_prefix(self, prefix: SharedPrefix, chains: OwnChains | None, slots: int) -> Plan:
         """Rows with a prefix of `slots` real slots, and own chains of neighbouring rows if they have any."""
-        # Their identity tells them apart as long as they are held.
+        # Layer 0 shares the plan of its window. Identity tells rows apart as long as they are held.
         held = prefix, chains
-        return self._keep((id(prefix), id(chains)), held, lambda: _of_prefix(prefix, chains, slots))
+        return self._keep(
+            (id(prefix.anchor), id(chains), prefix.window), held, lambda: _of_prefix(prefix, chains, slots)
+        )
 
     def _keep(self, key: Any, held: Any, make: Callable[[], Plan]) -> Plan:
         if key not in self._kept:

@@ -1,11 +1,12 @@
 """Products of activations and weights, by the fastest library at hand.
 
-torch hands float32 products on CPUs to its BLAS. oneDNN, which torch carries as well, is a tenth faster on
-CPUs whose maker is not the BLAS's, but its float32 product is public only for tensors in a layout of their
-own. The operator beneath takes plain ones. It may change with any version: before first use it is compared
-with torch's own product, and where it is missing or differs torch's own is used.
+torch hands float32 products on CPUs to its BLAS. oneDNN, which torch carries as well, was faster by a tenth
+and more on the AMD CPUs measured (`make side-by-side` prints both rates), but its float32 product is public
+only for tensors in a layout of their own. The operator beneath takes plain ones. It may change with any
+version: before first use it is compared with torch's own product, and where it is missing or differs
+torch's own is used.
 
-It makes a program for each new shape, which takes a millisecond: products of fewer operations than
+It makes a program for each new shape, which takes about a millisecond: products of fewer operations than
 LEAST_OPERATIONS, whose shapes change with every batch of a small run, go to torch's own. Which one is used
 follows from shapes alone, so a resumed run repeats the bits of one that was never interrupted.
 """
@@ -43,7 +44,7 @@ def suits(x: Tensor, weight: Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """torch's, with its products by `product`."""
+    """torch's, with its products by `product` where they suit and there is no bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is not None or not suits(x, self.weight):

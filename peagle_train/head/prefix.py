@@ -79,8 +79,6 @@ def shared_prefix(
     documents: Sequence[tuple[int, tuple[int, int]]],
     window: int | None,
     device: torch.device,
-    *,
-    alike: bool = False,
 ) -> SharedPrefix:
     """Cuts rows into blocks.
 
@@ -89,7 +87,6 @@ def shared_prefix(
         documents: first real slot of each, and the range of its rows.
         window: of the layer.
         device: where the rows are.
-        alike: rows of one document and position ask equal queries.
     """
     blocks = []
     width = WIDTH.get(device.type, WIDTH["cuda"])
@@ -97,12 +94,16 @@ def shared_prefix(
         while start < end:
             low = int(anchor[start])
             stop = start + int(torch.searchsorted(anchor[start:end], low + width))
-            block = _block(anchor, depth, first, start, stop, window)
-            if alike:
-                block = replace(block, alike=alike_of(anchor[start:stop] + depth[start:stop], device))
-            blocks.append(block)
+            blocks.append(_block(anchor, depth, first, start, stop, window))
             start = stop
     return SharedPrefix(anchor.to(device), depth.to(device), window, tuple(blocks))
+
+
+def asking_alike(prefix: SharedPrefix, position: Tensor) -> SharedPrefix:
+    """The same, for rows that ask equal queries where document and position [m], on the CPU, are equal."""
+    device = prefix.anchor.device
+    blocks = (replace(b, alike=alike_of(position[slice(*b.rows)], device)) for b in prefix.blocks)
+    return replace(prefix, blocks=tuple(blocks))
 
 
 def _block(anchor: Tensor, depth: Tensor, first: int, start: int, stop: int, window: int | None) -> Block:
@@ -169,7 +170,7 @@ class _Attend(torch.autograd.Function):
                 here = (slice(None), slice(None), slice(*block.rows))
                 for part, part_lse in _parts(rows[here], k, v, block, prefix, kernel):
                     mine, mine_lse = out[here], lse[here]
-                    merge_into(mine, mine_lse, part.view(mine.shape), part_lse.view(mine_lse.shape))
+                    merge_into(mine, mine_lse, part, part_lse)
             result = _by_row(out.to(q.dtype))
         ctx.save_for_backward(q, k, v, own_k, own_v, result, lse)
         ctx.chains, ctx.prefix, ctx.kernel = chains, prefix, kernel
@@ -190,26 +191,11 @@ class _Attend(torch.autograd.Function):
                 dq, d_own_k, d_own_v = own_backward(grad, rows, own_k, own_v, out, lse, ctx.chains)
             for block in prefix.blocks:
                 here = (slice(None), slice(None), slice(*block.rows))
-                grad_b, q_b, out_b, lse_b, dq_b = (t[here] for t in (grad, rows, out, lse, dq))
-                start, end = block.clear
-                if end > start:
-                    asked = grad_b, q_b, out_b, lse_b
-                    if block.alike is not None:
-                        asked = block.alike.sums(*asked)
-                    grad_a, q_a, out_a, lse_a = (_fold(t) for t in asked)
-                    keys, values = k[:, start:end], v[:, start:end]
-                    part, dk_b, dv_b = ctx.kernel.backward(grad_a, q_a, keys, values, out_a, lse_a)
-                    part = part.unflatten(1, (q_b.shape[1], -1))
-                    if block.alike is None:
-                        dq_b += part
-                    else:
-                        dq_b.index_add_(2, block.alike.one, part.to(dq_b.dtype))
-                    dk[:, start:end] += dk_b
-                    dv[:, start:end] += dv_b
+                grad_b, q_b, out_b, lse_b = (t[here] for t in (grad, rows, out, lse))
+                if block.clear[1] > block.clear[0]:
+                    dq[here] += _clear_backward(grad_b, q_b, out_b, lse_b, k, v, dk, dv, block, ctx.kernel)
                 if block.edges:
-                    grad_b, q_b, out_b, lse_b = (_fold(t) for t in (grad_b, q_b, out_b, lse_b))
-                    part = _edge_backward(grad_b, q_b, out_b, lse_b, k, v, dk, dv, block, prefix)
-                    dq_b += part.view(dq_b.shape)
+                    dq[here] += _edge_backward(grad_b, q_b, out_b, lse_b, k, v, dk, dv, block, prefix)
             dq, dk, dv = _by_row(dq.to(q.dtype)), dk.to(k.dtype), dv.to(v.dtype)
         return dq, dk, dv, d_own_k, d_own_v, None, None, None
 
@@ -233,18 +219,41 @@ def _parts(
     q: Tensor, k: Tensor, v: Tensor, block: Block, prefix: SharedPrefix, kernel: Kernel
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(out, lse) of a block's rows [Hkv, g, rows, D] over its clear keys and over its edges."""
-    start, end = block.clear
-    if end > start:
-        keys, values, alike = k[:, start:end], v[:, start:end], block.alike
-        if alike is None:
-            yield kernel.forward(_fold(q), keys, values)
-        else:
-            parts = kernel.forward(_fold(alike.one_of_each(q)), keys, values)
-            out, lse = (alike.for_all(t.unflatten(1, (q.shape[1], -1))) for t in parts)
-            yield out, lse
+    clear, alike, groups = slice(*block.clear), block.alike, q.shape[1]
+    if clear.stop > clear.start:
+        asking = q if alike is None else alike.one_of_each(q)
+        parts = kernel.forward(_fold(asking), k[:, clear], v[:, clear])
+        out, lse = (t.unflatten(1, (groups, -1)) for t in parts)
+        yield (out, lse) if alike is None else (alike.for_all(out), alike.for_all(lse))
     if block.edges:
         weights, lse = weigh(*_edge_scores(_fold(q), k, block, prefix))
-        yield torch.bmm(weights.flatten(1, 2).to(v.dtype), _edge(v, block)), lse
+        out = torch.bmm(weights.flatten(1, 2).to(v.dtype), _edge(v, block))
+        yield out.unflatten(1, (groups, -1)), lse
+
+
+def _clear_backward(
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    block: Block,
+    kernel: Kernel,
+) -> Tensor:
+    """Adds to dk and dv; returns the gradient of q. All of rows are [Hkv, g, rows, ...]."""
+    clear, alike, groups = slice(*block.clear), block.alike, q.shape[1]
+    if alike is not None:
+        grad, q, out, lse = alike.sums(grad, q, out, lse)
+    dq, dk_part, dv_part = kernel.backward(
+        _fold(grad), _fold(q), k[:, clear], v[:, clear], _fold(out), _fold(lse)
+    )
+    dk[:, clear] += dk_part
+    dv[:, clear] += dv_part
+    dq = dq.unflatten(1, (groups, -1))
+    return dq if alike is None else alike.to_the_one(dq)
 
 
 def _edge(x: Tensor, block: Block) -> Tensor:
@@ -272,8 +281,9 @@ def _edge_backward(
     block: Block,
     prefix: SharedPrefix,
 ) -> Tensor:
-    """Adds to dk and dv; returns the gradient of q."""
-    keys, values = _edge(k, block), _edge(v, block)
+    """Adds to dk and dv; returns the gradient of q. All of rows are [Hkv, g, rows, ...]."""
+    keys, values, groups = _edge(k, block), _edge(v, block), q.shape[1]
+    grad, q, out, lse = (_fold(t) for t in (grad, q, out, lse))
     scores, seen = _edge_scores(q, k, block, prefix)
     weights = weigh_again(scores, lse.view(scores.shape[:-1]), seen).flatten(1, 2)
     delta = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
@@ -286,4 +296,4 @@ def _edge_backward(
         dk[:, start:end] += dk_edge[:, done : done + end - start]
         dv[:, start:end] += dv_edge[:, done : done + end - start]
         done += end - start
-    return torch.bmm(slope, keys)
+    return torch.bmm(slope, keys).unflatten(1, (groups, -1))

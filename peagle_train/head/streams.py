@@ -27,7 +27,7 @@ from peagle_train.head.batch import PackedBatch
 from peagle_train.head.chains import OwnChains
 from peagle_train.head.fused import rotate
 from peagle_train.head.model import DrafterHead
-from peagle_train.head.prefix import SharedPrefix, shared_prefix
+from peagle_train.head.prefix import SharedPrefix, asking_alike, shared_prefix
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class Group:
     order: Tensor  # [e] permutation of the group's elements, on the batch's device
     elements: Tensor  # [e] the batch's elements, in that order, on its device
     output_rows: tuple[int, ...]  # [e] rows of `batch.last`, rising
-    prefixes: dict[int | None, SharedPrefix]  # by window: the real slots that its mask slots see
-    entry: SharedPrefix  # those of layer 0, where the slots of one position ask the same
+    prefixes: tuple[SharedPrefix, ...]  # by layer: the real slots that its mask slots see
     chains: dict[int | None, OwnChains]  # by window: the mask slots that they see
 
 
@@ -116,9 +115,10 @@ def _group(windows: Sequence[int | None], batch: PackedBatch, ends: Tensor, a: i
         for (slot, _), (start, end) in zip(batch.slot_spans, batch.mask_spans, strict=True)
         if max(start, first) < min(end, last)
     ]
-    prefixes = {window: shared_prefix(anchor, depth, spans, window, device) for window in set(windows)}
-    entry = shared_prefix(anchor, depth, spans, windows[0], device, alike=True)
-    lengths = {window: depth if window is None else depth.clamp(max=window) for window in prefixes}
+    seen = {window: shared_prefix(anchor, depth, spans, window, device) for window in set(windows)}
+    # In layer 0 all mask slots are one row, so those of one position ask the same.
+    prefixes = asking_alike(seen[windows[0]], anchor + depth), *(seen[window] for window in windows[1:])
+    lengths = {window: depth if window is None else depth.clamp(max=window) for window in seen}
     own = {w: OwnChains(1, n.to(device), int(n.max()) if len(n) else 1) for w, n in lengths.items()}
     return Group(
         (a, b),
@@ -127,7 +127,6 @@ def _group(windows: Sequence[int | None], batch: PackedBatch, ends: Tensor, a: i
         elements[order].to(device),
         tuple(output_rows.tolist()),
         prefixes,
-        entry,
         own,
     )
 
@@ -194,8 +193,7 @@ def mask_stream(
             q, (k, v) = layer.self_attn.queries(x), layer.self_attn.keys_and_values(x)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         own = k, v, group.chains[window]
-        prefix = group.prefixes[window] if index else group.entry
-        mixed = backend.attend(q, real.keys[index], real.values[index], prefix, own)
+        mixed = backend.attend(q, real.keys[index], real.values[index], group.prefixes[index], own)
         residual = layer.finish(residual, mixed)
     return residual
 

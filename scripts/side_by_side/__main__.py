@@ -28,6 +28,12 @@ AT_LEAST = {1024: 1.6, 2048: 2.6, 4096: 4.0}
 """CPU-seconds of the peer over ours that are asked for, by document length."""
 FLOOR_AT_MOST = 1.25
 """Our CPU-seconds over the kernel floor, from 1,024 tokens on."""
+RATES = {
+    "blas_rate": ("linear", "linear by torch.mm, per CPU-s"),
+    "matmul_rate": ("linear", "linear by ours, per CPU-s"),
+    "attention_rate": ("attention", "attention, per CPU-s"),
+}
+"""What the floor divides by, as `ours.Ours.floor` names it: kind of operations, row of the table."""
 MEMORY_AT_MOST = {2048: 0.25, 4096: 0.25}
 """Our memory above static state over the peer's."""
 
@@ -159,9 +165,9 @@ def _measure(sides: list[SideProcess], tokens: int, repeats: int, console: Conso
 def _floor(floors: list[dict[str, Any]]) -> dict[str, Any]:
     """Median rates, and the counts of the last draw: draws differ in which chains they keep, not how many."""
     last = floors[-1]
-    rates = {rate: statistics.median(f[rate] for f in floors) for rate in ("matmul_rate", "attention_rate")}
+    rates = {rate: statistics.median(f[rate] for f in floors) for rate in RATES}
     linear, attention = sum(last["linear"].values()), sum(last["attention"].values())
-    seconds = linear / rates["matmul_rate"] + attention / rates["attention_rate"]
+    seconds = linear / max(rates["matmul_rate"], rates["blas_rate"]) + attention / rates["attention_rate"]
     return {"linear": last["linear"], "attention": last["attention"], **rates, "cpu_seconds": seconds}
 
 
@@ -236,12 +242,13 @@ def _print_counts(sizes: dict[str, Any], console: Console) -> None:
     for size in sizes:
         table.add_column(f"S = {int(size):,}", justify="right")
     floors = [found["floor"] for found in sizes.values()]
-    for kind, rate in (("linear", "matmul_rate"), ("attention", "attention_rate")):
+    for kind in ("linear", "attention"):
         for term in floors[0][kind]:
             table.add_row(f"{kind}: {term}", *(f"{floor[kind][term] / 1e9:,.1f}" for floor in floors))
-        table.add_row(
-            f"{kind}, per CPU-s", *(f"{floor[rate] / 1e9:,.1f}" for floor in floors), end_section=True
-        )
+        for rate, (of, title) in RATES.items():
+            if of == kind:
+                table.add_row(title, *(f"{floor[rate] / 1e9:,.1f}" for floor in floors))
+        table.add_section()
     table.add_row("floor, CPU-s", *(f"{floor['cpu_seconds']:.2f}" for floor in floors))
     console.print(table)
 

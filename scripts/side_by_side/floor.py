@@ -1,6 +1,7 @@
 """The kernel floor of a step: the operations that the exact result needs, at the rates this machine reaches.
 
-    floor = linear operations / matmul rate + attention operations / rate of causal SDPA, forward and backward
+    floor = linear operations / matmul rate, of torch.mm or of ours, whichever is higher
+            + attention operations / rate of causal SDPA, forward and backward
 
 Counted are multiplications and additions of matrix products. T real slots (up to the last anchor), of which A
 carry loss; M mask slots, all of which carry loss; E = A + M; P positions whose output of the target is some
@@ -24,12 +25,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from peagle_train.head import matmul
 from peagle_train.head.batch import PackedBatch
 from peagle_train.head.config import HeadConfig
 
@@ -113,18 +115,15 @@ def _pairs(batch: PackedBatch) -> tuple[int, int, int, int, int]:
     return causal, int(seen[with_loss].sum()), *prefixes, int(batch.depth[slots:].sum())
 
 
-def matmul_rate(size: int = 1024, times: int = 9) -> float:
-    """Operations per CPU-second of a square float32 product by the faster of torch's libraries; medians."""
+def matmul_rate(multiply: Callable[[Tensor, Tensor], Tensor], size: int = 1024, times: int = 9) -> float:
+    """Operations per CPU-second of a square float32 product; the median of `times`."""
     left, right = (torch.randn(size, size) for _ in range(2))
-    by_library = []
-    for multiply in (torch.mm, matmul.product):
-        seconds = []
-        for _ in range(times):
-            start = time.process_time()
-            multiply(left, right)
-            seconds.append(time.process_time() - start)
-        by_library.append(statistics.median(seconds))
-    return MULTIPLY_ADD * size**3 / min(by_library)
+    seconds = []
+    for _ in range(times):
+        start = time.process_time()
+        multiply(left, right)
+        seconds.append(time.process_time() - start)
+    return MULTIPLY_ADD * size**3 / statistics.median(seconds)
 
 
 def attention_rate(config: HeadConfig, tokens: int, least_seconds: float = 0.5) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from peagle_train.head import matmul
 from peagle_train.head.alignment import trainable_depths
 from peagle_train.head.batch import Document, PackedBatch, pack
 from peagle_train.head.config import HeadConfig
@@ -56,7 +57,8 @@ class Ours:
         config = self.module.head.config
         return {
             **asdict(operations(config, self._batch(case, draw), train_output=self.shape.train_output)),
-            "matmul_rate": matmul_rate(),
+            "blas_rate": matmul_rate(torch.mm),
+            "matmul_rate": matmul_rate(matmul.product),
             "attention_rate": attention_rate(config, case.token_ids.shape[0]),
         }
 

@@ -58,25 +58,27 @@ def test_any_cut_equals_the_reference(
 
 @pytest.mark.parametrize("kernel", [Tiled, FusedCPU])
 @pytest.mark.parametrize(
-    ("windows", "sliding"),
-    [(None, ""), (2, "yes no yes"), (9, "no yes yes"), (9, "yes yes no"), (17, "yes no yes")],
+    ("window", "types"),
+    [
+        (None, ()),
+        (2, (SLIDING, FULL, SLIDING)),
+        (9, (FULL, SLIDING, SLIDING)),
+        (9, (SLIDING, SLIDING, FULL)),
+        (17, (SLIDING, FULL, SLIDING)),
+    ],
 )
 @pytest.mark.parametrize("group_rows", [9, None])
 def test_long_documents_windows_and_kernels(
     group_rows: int | None,
-    windows: int | None,
-    sliding: str,
+    window: int | None,
+    types: tuple[str, ...],
     kernel: type[Kernel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Clear parts, two edges and rows that see no edge key at all, against the dense mask of the rule."""
     monkeypatch.setitem(prefix.WIDTH, "cpu", 4)
     monkeypatch.setattr("peagle_train.head.backends.kernel_for", lambda *given: Chosen(kernel(), ()))
-    layers = dict(num_layers=3)
-    if windows is not None:
-        types = tuple(SLIDING if layer == "yes" else FULL for layer in sliding.split())
-        layers |= dict(layer_types=types, sliding_window=windows)  # type: ignore[dict-item]
-    head = toy_head(**layers)
+    head = toy_head(num_layers=3, layer_types=types, sliding_window=window)
     documents = [toy_document(**d, positions=7, rate=0.9) for d in LONG]  # type: ignore[arg-type]
     weights = torch.linspace(1, 2, 7, dtype=torch.float64)
     fast, _ = fast_loss(head, documents, settings=EngineSettings(group_rows, 11), weights=weights)
@@ -101,9 +103,9 @@ def test_in_layer_0_a_position_asks_once(monkeypatch: pytest.MonkeyPatch) -> Non
     real = streams.real_stream(head, batch, backend)
     asked.clear()
     streams.mask_stream(head, batch, group, real, backend)
-    blocks = [b for b in group.entry.blocks if b.clear[1] > b.clear[0]]
+    blocks = [b for b in group.prefixes[0].blocks if b.clear[1] > b.clear[0]]
     shared = CONFIG.num_attention_heads // CONFIG.num_key_value_heads
-    position = group.entry.anchor + group.entry.depth
+    position = group.prefixes[0].anchor + group.prefixes[0].depth
     positions = [len(position[slice(*b.rows)].unique()) for b in blocks]
     rows = [b.rows[1] - b.rows[0] for b in blocks]
     assert asked == [shared * n for n in positions + rows]

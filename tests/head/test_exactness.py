@@ -188,8 +188,8 @@ def test_the_reference_notices_a_broken_rule(monkeypatch: pytest.MonkeyPatch) ->
     slow, _ = reference_loss(head, documents, *target_output())
     original = streams.shared_prefix
 
-    def leaky(anchor: torch.Tensor, depth: torch.Tensor, *rest: Any, **options: Any) -> SharedPrefix:
-        return original(anchor + depth.clamp(max=1), depth, *rest, **options)
+    def leaky(anchor: torch.Tensor, depth: torch.Tensor, *rest: Any) -> SharedPrefix:
+        return original(anchor + depth.clamp(max=1), depth, *rest)
 
     monkeypatch.setattr(streams, "shared_prefix", leaky)
     assert abs(fast_loss(head, documents)[0].item() - slow.item()) > 1e-6

@@ -56,7 +56,7 @@ def test_values_and_gradients_are_torchs(
     assert calls == [(17, 24, 40), (17, 40, 24)]
 
 
-def test_views_of_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_of_any_layout(calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "LEAST_OPERATIONS", 0)
     weight = torch.randn(40, 24)
     for x in (
@@ -67,6 +67,7 @@ def test_views_of_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         close(product(x, weight), x.double() @ weight.double().T)
         close(product(x, weight.T.contiguous().T), x.double() @ weight.double().T)
+    assert calls == [(17, 24, 40)] * 8
 
 
 def test_only_large_products_in_float32(calls: list[tuple[int, ...]]) -> None:
