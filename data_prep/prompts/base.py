@@ -6,7 +6,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Split = Literal["train", "validation", "heldout"]
 
@@ -17,19 +17,40 @@ _HELDOUT = 44
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation.
 
-    role: Literal["system", "user", "assistant"]
+    reasoning: thoughts of an assistant turn. tool_calls: of an assistant turn, each {"name", "arguments"}
+    with the arguments as a mapping. name: of the tool that a tool turn answers for.
+    """
+
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    reasoning: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A row that comes with its tokens: what the target generated elsewhere."""
+
+    token_ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]  # [start, end) of every generated turn
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that ends in a user turn. Prompts of one `group` always share a split."""
+    """A conversation that ends in a user or tool turn. Prompts of one `group` always share a split.
+
+    tools: what the target may call, as JSON schemas of functions. answered: the tokens of a row that needs no
+    answer any more; it has no messages.
+    """
 
     id: str
     messages: tuple[Message, ...]
     group: str
+    tools: tuple[dict[str, Any], ...] = ()
+    answered: Answered | None = None
 
     @property
     def text(self) -> str:

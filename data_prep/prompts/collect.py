@@ -33,17 +33,18 @@ def load(section: PromptSet, name: str = "set") -> Candidates:
     Not cut to `count` yet: some may turn out too long for the target's tokenizer.
     Raises PeagleError: unknown source, bad row, an empty split, or fewer prompts than `count`.
     """
-    prompts, repeats = _unique(_NAMED.get(section.source, lambda: jsonl.load(Path(section.source)))())
+    source = section.parts[0].source
+    prompts, repeats = _unique(_NAMED.get(source, lambda: jsonl.load(Path(source)))())
     if section.split != "all":
-        if section.source in _BENCHMARKS:
+        if source in _BENCHMARKS:
             raise PeagleError(
-                f"data.{name}: `{section.source}` is a benchmark and has no split {section.split!r}; "
+                f"data.{name}: `{source}` is a benchmark and has no split {section.split!r}; "
                 f"use split: all, under data.heldout"
             )
         prompts = [prompt for prompt in prompts if split_of(prompt.group) == section.split]
     if len(prompts) < (section.count or 1):
         raise PeagleError(
-            f"data.{name}: source {section.source!r}, split {section.split!r} has {len(prompts)} different "
+            f"data.{name}: source {source!r}, split {section.split!r} has {len(prompts)} different "
             f"prompts; {section.count or 'at least 1'} asked for: lower `count` or choose another split"
         )
     return Candidates(spread(prompts), section.count, repeats)
@@ -77,22 +78,24 @@ def sources_fingerprint(data: DataSection) -> dict[str, str]:
     """What prompts depend on besides the recipe, by source: the Python version, or a file's checksum."""
     found = {}
     for section in (data.train, data.validation, *data.heldout.values()):
-        if section.source == "stdlib":
+        source = section.parts[0].source
+        if source == "stdlib":
             found["stdlib"] = f"Python {platform.python_version()}"
-        elif section.source == "humaneval":
+        elif source == "humaneval":
             found["humaneval"] = sha256_of(humaneval.data_file())
-        elif Path(section.source).is_file():
-            found[section.source] = sha256_of(Path(section.source))
+        elif Path(source).is_file():
+            found[source] = sha256_of(Path(source))
         else:
-            jsonl.load(Path(section.source))  # raises: no such file
+            jsonl.load(Path(source))  # raises: no such file
     return found
 
 
 def _refuse_training_on_benchmarks(data: DataSection) -> None:
     for name, section in (("train", data.train), ("validation", data.validation)):
-        if section.source in _BENCHMARKS:
+        source = section.parts[0].source
+        if source in _BENCHMARKS:
             raise PeagleError(
-                f"data.{name}: `{section.source}` is a benchmark to report on; a head trained or chosen on "
+                f"data.{name}: `{source}` is a benchmark to report on; a head trained or chosen on "
                 f"it proves nothing: put it under data.heldout"
             )
 

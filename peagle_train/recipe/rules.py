@@ -194,18 +194,50 @@ def _unseen_prompts_stay_unseen(view: View) -> Iterator[Broken]:
             if first == second:
                 continue
             try:
-                source, split = view.get(f"{first}.source"), view.get(f"{first}.split")
-                other_source, other_split = view.get(f"{second}.source"), view.get(f"{second}.split")
+                sources, split = _sources(view, first), view.get(f"{first}.split")
+                other_sources, other_split = _sources(view, second), view.get(f"{second}.split")
             except Unreadable:
                 continue
-            same = os.path.normpath(source) == os.path.normpath(other_source)
-            if same and (split == other_split or "all" in (split, other_split)):
+            shared = sorted(sources & other_sources)
+            if shared and (split == other_split or "all" in (split, other_split)):
                 yield (
                     second,
-                    f"found split {other_split} of {other_source}, but {first} takes split {split} of it; "
+                    f"found split {other_split} of {shared[0]}, but {first} takes split {split} of it; "
                     f"expected prompts that are not {uses[first]}; choose different splits "
                     "(train, validation, heldout share no prompt) or another source",
                 )
+
+
+def _sources(view: View, key: str) -> set[str]:
+    """The sources of a prompt set, as paths that can be compared."""
+    mix = view.get(f"{key}.mix")
+    if mix is None:
+        return {os.path.normpath(view.get(f"{key}.source"))}
+    return {os.path.normpath(part["source"]) for part in mix}
+
+
+def _a_set_has_sources(view: View) -> Iterator[Broken]:
+    for key in ("data.train", "data.validation", *(f"data.heldout.{n}" for n in view.names("data.heldout"))):
+        try:
+            source, mix = view.get(f"{key}.source"), view.get(f"{key}.mix")
+        except Unreadable:
+            continue
+        if (source is None) == (mix is None):
+            yield (
+                f"{key}.source",
+                f"found {'neither `source` nor `mix`' if mix is None else '`source` beside `mix`'}; expected "
+                "one of the two: `source: stdlib`, or `mix:` with a list of sources and weights",
+            )
+
+
+def _a_bounded_store_has_a_cap(view: View) -> Iterator[Broken]:
+    mode, cap = view.get("states.mode"), view.get("states.cap")
+    if (mode == "bounded") != (cap is not None):
+        yield (
+            "states.cap",
+            f"found {'none' if cap is None else cap} beside states.mode {mode}; expected a cap with mode "
+            "bounded and with no other; write how many GB may lie on the disk, or leave it out",
+        )
 
 
 def _an_entity_has_its_tracker(view: View) -> Iterator[Broken]:
@@ -221,6 +253,8 @@ def _an_entity_has_its_tracker(view: View) -> Iterator[Broken]:
 _RULES: tuple[Callable[[View], Iterator[Broken]], ...] = (
     _mask_token_fits_the_method,
     _norm_output_has_a_use,
+    _a_set_has_sources,
+    _a_bounded_store_has_a_cap,
     _an_entity_has_its_tracker,
     _drafts_fit_what_was_trained,
     _warmup_ends,

@@ -23,6 +23,7 @@ Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 Text = Annotated[str, Field(min_length=1)]
+Column = Literal["messages", "prompt", "system", "id", "tools", "token_ids", "loss_mask"]
 
 
 class Section(BaseModel):
@@ -49,18 +50,95 @@ class TargetSection(Section):
     trust_remote_code: bool = Field(
         default=False, description="run Python code that comes with the model: only for models you trust"
     )
+    parallel: Literal["none", "layers", "tensor"] = Field(
+        default="none",
+        description="a target larger than one GPU: its layers dealt out to the GPUs of this machine "
+        "(device_map), or every matrix split over the processes of torchrun",
+    )
 
 
-class PromptSet(Section):
-    """Some prompts of one source."""
+class SourceKeys(Section):
+    """Where prompts come from, and how a row there is to be read."""
 
-    source: Text = Field(
-        description="`stdlib` (requests made from Python's standard library), `humaneval`, or a JSONL file"
+    source: Text | None = Field(
+        default=None,
+        description="`stdlib` (requests made from Python's standard library), `humaneval`, a preset "
+        "(`peagle sources` lists them), `hub:OWNER/NAME`, or a file, folder, glob or URL of JSONL, JSON or "
+        "Parquet",
+    )
+    subset: Text | None = Field(default=None, description="Hub: configuration of the dataset")
+    part: Text | None = Field(default=None, description="Hub: which of its splits is read, e.g. train_sft")
+    revision: Text | None = Field(
+        default=None, description="Hub: revision; a commit hash makes the run repeatable"
+    )
+    columns: dict[Column, Text] = Field(
+        default={},
+        description="our name: the name in the data; left out: `messages` or `prompt`, and `id`, `tools`",
+    )
+    roles: dict[Text, Literal["system", "user", "assistant", "tool"]] = Field(
+        default={}, description="their name of a role: ours, e.g. human: user; left out: the same names"
+    )
+
+
+class MixPart(SourceKeys):
+    """A share of a mix."""
+
+    source: Text = Field(description="as that of a set")
+    weight: Positive = Field(default=1.0, description="its share of the mix, against the others' weights")
+
+
+class PromptSet(SourceKeys):
+    """Some prompts, of one source or of several."""
+
+    mix: Annotated[list[MixPart], Field(min_length=1)] | None = Field(
+        default=None, description="several sources in place of `source`"
     )
     split: Literal["train", "validation", "heldout", "all"] = Field(
         default="all", description="which part of the source; the parts share no prompt"
     )
     count: Count | None = Field(default=None, description="how many prompts; left out: all of them")
+
+    @property
+    def parts(self) -> list[MixPart]:
+        """The sources, one or several."""
+        if self.mix is not None:
+            return self.mix
+        assert self.source is not None  # a rule of the recipe: one of the two
+        return [MixPart(**{key: getattr(self, key) for key in SourceKeys.model_fields})]
+
+
+class Sampling(Section):
+    """One way in which the target is asked; each prompt draws one by the hash of its content."""
+
+    weight: Positive = Field(default=1.0, description="its share of the prompts, against the others' weights")
+    temperature: Annotated[float, Field(ge=0.0)] = Field(
+        default=0.0,
+        description="0: greedy; only training prompts are asked otherwise: what is measured is greedy",
+    )
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(default=1.0, description="of the sampling")
+    template_variables: dict[SetName, bool | int | float | str] = Field(
+        default={}, description="put over data.template_variables, e.g. reasoning_effort: low"
+    )
+
+
+class ServerSection(Section):
+    """An OpenAI-compatible server of the target that answers in place of this process."""
+
+    url: Text = Field(description="its base URL, e.g. http://localhost:8000/v1")
+    model: Text | None = Field(
+        default=None, description="name under which it serves the target; left out: the only one it serves"
+    )
+    api_key_env: Text | None = Field(
+        default=None, description="environment variable that holds the key; left out: no key is sent"
+    )
+    concurrency: Count = Field(default=64, description="requests in flight")
+    timeout: Positive = Field(default=600.0, description="seconds until a request counts as failed")
+    retries: Index = Field(
+        default=5, description="further attempts of a failed request, each after a longer pause"
+    )
+    max_failures: Share = Field(
+        default=0.01, description="the run ends with an error above this share of prompts without answer"
+    )
 
 
 class DataSection(Section):
@@ -81,6 +159,28 @@ class DataSection(Section):
         default=None,
         description="YYYY-MM-DD, the day that a chat template is told as today; templates that ask need it",
     )
+    turns: Literal["last", "each"] = Field(
+        default="last",
+        description="last: a conversation stands as it is and its last turn is answered; each: every user "
+        "turn is answered in order, the target's own answers taking the place of those in the data",
+    )
+    sampling: list[Sampling] = Field(
+        default=[], description="temperatures and template variables by share; left out: all greedy"
+    )
+    server: ServerSection | None = Field(
+        default=None, description="a server that answers; left out: the target is loaded here"
+    )
+    decontaminate: list[Text] = Field(
+        default=[],
+        description="benchmarks whose text train and validation must not hold: humaneval, gsm8k-test, "
+        "mt-bench, or a file",
+    )
+    max_rejects: Share = Field(
+        default=0.01,
+        description="the run ends with an error above this share of unreadable rows; fewer are counted and "
+        "quoted in rejects.jsonl",
+    )
+    min_prompt_tokens: Index = Field(default=0, description="shorter prompts are left out and counted")
     max_prompt_tokens: Count = Field(default=256, description="longer prompts are left out and counted")
     max_new_tokens: Count = Field(default=64, description="an answer is cut here and counted as truncated")
     batch_size: Count = Field(
@@ -117,6 +217,25 @@ class StatesSection(Section):
         default=True,
         description="keep the states of the pass that answers; otherwise a second pass makes them",
     )
+    mode: Literal["stored", "bounded", "online"] = Field(
+        default="stored",
+        description="stored: all of them, before training; bounded: made beside training, at most `cap` of "
+        "them on the disk; online: made by the training process itself, none stored",
+    )
+    cap: Positive | None = Field(default=None, description="bounded: GB that may lie on the disk at a time")
+    backend: Literal["hf", "vllm"] = Field(
+        default="hf",
+        description="what runs the target in the second pass: transformers, or a vLLM (VLLM_PYTHON names its "
+        "interpreter)",
+    )
+    batch_tokens: Count = Field(
+        default=16384, description="most tokens of one pass of the target; a longer row has one of its own"
+    )
+    url: Text | None = Field(
+        default=None,
+        description="s3://BUCKET/PREFIX or any URL of fsspec that keeps the states; left out: in the run",
+    )
+    cache: Positive = Field(default=50.0, description="GB of the local cache in front of `url`")
 
 
 class RopeSection(Section):
@@ -301,6 +420,11 @@ class TrainSection(Section):
     )
     skip_bad_rows: bool = Field(
         default=False, description="leave rows out whose stored states hold NaN or Inf; otherwise refuse them"
+    )
+    launch: Text | None = Field(
+        default=None,
+        description="a launch file of accelerate with which `peagle run` and `make train` start the training "
+        "where there are GPUs; left out: one process",
     )
 
 

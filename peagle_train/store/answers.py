@@ -30,7 +30,7 @@ from typing import Any, Literal
 from peagle_train.errors import CorruptError, PeagleError, StaleError
 from peagle_train.files import read_json, sha256_of, write_json, write_text
 
-FORMAT = "peagle-answers-1"
+FORMAT = "peagle-answers-2"
 INDEX = "index.json"
 
 
@@ -45,6 +45,7 @@ class AnswerRow:
     token_ids: list[int]
     spans: list[list[int]]  # [start, end) of every generated turn
     finish: Literal["stop", "length"]  # end-of-turn token, or cut at max_new_tokens
+    temperature: float = 0.0  # at which it was generated; 0: greedy
 
     @property
     def loss_mask(self) -> list[bool]:

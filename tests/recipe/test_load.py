@@ -216,11 +216,12 @@ def test_whole_numbers_are_numbers(recipe_file: Path) -> None:
         (
             "target=x",
             "target: found the text 'x'; expected a section with the keys model, revision, dtype, "
-            "device, trust_remote_code",
+            "device, trust_remote_code, parallel",
         ),
         (
             "data.train=",
-            "data.train: found nothing; expected a section with the keys source, split, count",
+            "data.train: found nothing; expected a section with the keys source, subset, part, revision, "
+            "columns, roles, mix, split, count",
         ),
         (
             "head.aux_layers=2",
