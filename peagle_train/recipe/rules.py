@@ -253,8 +253,8 @@ def _states_beside_training_are_not_stored(view: View) -> Iterator[Broken]:
         if value != nothing:
             yield (
                 key,
+                f"found {value} beside states.mode {mode}; "
                 "expected it left out, because it belongs to states stored before training; leave it out or "
-                "write states.mode: stored",
                 "write states.mode: stored",
             )
 
