@@ -24,13 +24,14 @@ from peagle_train.errors import PeagleError
 from peagle_train.files import remove_leftovers
 from peagle_train.head.choose import choose_backend
 from peagle_train.head.engine import EngineSettings
+from peagle_train.head.initialise import COPIED
 from peagle_train.head.loss import depth_weights
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, fits, reopen, require, seal, set_aside
 from peagle_train.store.documents import Documents, slot_counts, trainable_rows
 from peagle_train.store.source import OpenStates, StatesSource, open_stored
 from peagle_train.store.states import StateStore
-from peagle_train.target.adapter import Target
+from peagle_train.target.parts import load_parts
 from peagle_train.target.source import obtain
 from peagle_train.target.tokens import end_tokens_of
 from peagle_train.training.checkpoint import last_recorded, require_room_to_train
@@ -243,15 +244,16 @@ def _build(
     accelerator: Accelerator,
     console: Console,
 ) -> DraftTraining:
-    """The module to train. The target is loaded for its tables and let go: only output rows stay.
+    """The module to train. Of the target only its output rows stay.
 
     place: where the draft vocabulary lies, or is written to.
     """
     recipe = run.recipe
-    target = Target.load(
+    target = load_parts(
         folder,
         dtype=recipe.target.dtype,
-        device="cpu",
+        layers=recipe.head.layers,
+        wanted=COPIED,
         trust_remote_code=recipe.target.trust_remote_code,
     )
     quiet = console if accelerator.is_main_process else Console(quiet=True)

@@ -19,9 +19,9 @@ from peagle_train.head.vocabulary import choose_draft_vocabulary, count_supervis
 from peagle_train.recipe.head import head_config
 from peagle_train.recipe.schema import Recipe
 from peagle_train.store.source import StatesSource
-from peagle_train.target.adapter import Target
 from peagle_train.target.facts import TargetFacts
 from peagle_train.target.mask_token import resolve_mask_token
+from peagle_train.target.parts import TargetParts
 from peagle_train.tensors import load_tensors, save_tensors
 from peagle_train.training.warm_start import read_start, refuse_another
 
@@ -41,7 +41,12 @@ class Start:
 
 
 def make_start(
-    recipe: Recipe, target: Target, store: StatesSource, rows: list[int], directory: Path, console: Console
+    recipe: Recipe,
+    target: TargetParts,
+    store: StatesSource,
+    rows: list[int],
+    directory: Path,
+    console: Console,
 ) -> Start:
     """Builds the head of a run.
 
@@ -63,7 +68,7 @@ def make_start(
 
 def _fresh(
     recipe: Recipe,
-    target: Target,
+    target: TargetParts,
     store: StatesSource,
     counts: Tensor,
     mean_aux: Tensor,
@@ -83,18 +88,17 @@ def _fresh(
     if section.initialise == "random":
         initialise_randomly(head, embeddings, recipe.seed)
     else:
-        layers = target.decoder_layers()
-        if len(layers) < section.layers:
+        if target.facts.num_layers < section.layers:
             raise PeagleError(
-                f"head.layers: {section.layers} layers cannot start from a target of {len(layers)}; "
-                "use fewer, or `initialise: random`"
+                f"head.layers: {section.layers} layers cannot start from a target of "
+                f"{target.facts.num_layers}; use fewer, or `initialise: random`"
             )
         left = initialise_from_target(
             head,
             embeddings=embeddings,
             output_rows=target.head_table()[token_ids],
             final_norm=target.final_norm_weight(),
-            layers=layers,
+            layers=target.last_layers(section.layers),
             mean_aux=mean_aux,
             seed=recipe.seed,
         )
@@ -120,7 +124,7 @@ def mask_token_of(
 
 def _going_on(
     recipe: Recipe,
-    target: Target,
+    target: TargetParts,
     store: StatesSource,
     counts: Tensor,
     mask_token_id: int | None,
@@ -176,7 +180,7 @@ def _report_coverage(
 
 def _draft_tokens(
     recipe: Recipe,
-    target: Target,
+    target: TargetParts,
     counts: Tensor,
     mask_token_id: int | None,
     directory: Path,
