@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from data_prep.chat import Rendered
+from data_prep.conversation import TalkPlan
 from peagle_train.store.answers import AnswerRow
 
 
@@ -44,6 +45,7 @@ class Job:
     answers_dir: str = ""
     answers_fingerprint: str = ""
     max_new_tokens: int = 0
+    talk: TalkPlan | None = None  # conversations of several turns
     prompts: dict[int, list[Rendered]] = field(default_factory=dict)  # kind "answer"
     answered: dict[int, list[AnswerRow]] = field(default_factory=dict)  # kind "extract"
 
@@ -53,12 +55,13 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> Job:
         value: dict[str, Any] = json.loads(text)
-        plan = value.pop("states")
+        plan, talk = value.pop("states"), value.pop("talk")
         prompts, answered = value.pop("prompts"), value.pop("answered")
         return cls(
             **value,
             states=StatesPlan(**plan) if plan else None,
-            prompts={int(key): [Rendered(**row) for row in rows] for key, rows in prompts.items()},
+            talk=TalkPlan(**talk) if talk else None,
+            prompts={int(key): [Rendered.from_json(row) for row in rows] for key, rows in prompts.items()},
             answered={int(key): [AnswerRow(**row) for row in rows] for key, rows in answered.items()},
         )
 

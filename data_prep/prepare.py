@@ -1,6 +1,6 @@
 """The stage `prepare`: prompts of every set, answered by the target.
 
-    prompts/ ──► chat.py ──► batches of like length ──► workers (answer.py) ──► answers/  and, in the same
+    prompts/ ──► chat.py ──► batches of like length ──► workers (worker.py) ──► answers/  and, in the same
     of each set   token ids    (jobs.py)                                       ──► states/   pass, the states
 
 With states.keep_while_answering the states store is finished here as well, under the fingerprint that
@@ -10,12 +10,14 @@ With states.keep_while_answering the states store is finished here as well, unde
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.chat import ChatRenderer, Rendered, render_sets
+from data_prep.chat import Asking, ChatRenderer, Rendered, render_sets
+from data_prep.conversation import Talk, TalkPlan
 from data_prep.jobs import Job, StatesPlan, even_batches
 from data_prep.plan import (
     check_disk,
@@ -28,6 +30,7 @@ from data_prep.prompts import Rejects, collect
 from data_prep.prompts.rejects import FILE
 from data_prep.workers import Work, run_jobs, split_job
 from peagle_train.files import fingerprint, remove_leftovers
+from peagle_train.recipe.schema import DataSection
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, seal
 from peagle_train.store import AnswerWriter, SetCounts, StateWriter
@@ -66,10 +69,13 @@ def prepare(run: Run, console: Console) -> StageResult:
     work = _answer(run, folder, todo, plan, writer, console)
     if plan is not None:
         _seal_states(run, plan, of_states, batches)
+    for name, unasked in _unasked(rows, writer).items():
+        left_out[name] |= unasked
     counts = writer.seal(left_out)
     report(counts, left_out, console)
     generated = sum(count.generated_tokens for count in counts.values())
-    message = f"{len(rows)} rows, {generated:,} tokens generated"
+    number = sum(count.rows for count in counts.values())
+    message = f"{number:,} rows, {generated:,} tokens generated"
     if work is not None:
         message += f" ({work.rate})"
     return seal(run.answers_dir, parts, time.monotonic() - started, message)
@@ -101,19 +107,25 @@ def _rows(run: Run, folder: Path, console: Console) -> tuple[list[Rendered], dic
     data, trust = run.recipe.data, run.recipe.target.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
     renderer = ChatRenderer(tokenizer, data.system_prompt, data.template_variables, data.day)
+    if (talk := TalkPlan.of(data, run.facts)) is not None:
+        Talk(talk, tokenizer)  # a format that cannot be read back is refused before anything is asked
+    ends = end_tokens_of(folder, tokenizer, run.facts.model, trust_remote_code=trust)
     rejects = Rejects(run.answers_dir.with_name(FILE), data.max_rejects)
     candidates = collect(data, rejects)
     rejects.close()
     if rejects.total:
         console.print(f"{rejects.total:,} bad rows are left out; they are quoted in {rejects.path}")
     rows, left_out = render_sets(
-        renderer, candidates, shortest=data.min_prompt_tokens, longest=data.max_prompt_tokens
+        renderer,
+        candidates,
+        shortest=data.min_prompt_tokens,
+        longest=data.max_prompt_tokens,
+        asking=Asking.of(run.recipe, run.facts, ends),
     )
     mask_token = run.recipe.head.mask_token
     if mask_token is not None:
         # Training needs it, but a bad one should cost seconds, not the hours of answering.
         asked = {token for row in rows for token in row.token_ids}
-        ends = end_tokens_of(folder, tokenizer, run.facts.model, trust_remote_code=trust)
         resolve_mask_token(mask_token, tokenizer, run.facts.vocab_size, asked, ends)
     return rows, left_out
 
@@ -130,8 +142,7 @@ def _answer(
         return None
     target, data = run.recipe.target, run.recipe.data
     prompts = [row for rows in todo.values() for row in rows]
-    lengths = [len(row.token_ids) + data.max_new_tokens for row in prompts]
-    check_disk(run.directory, lengths, plan, console)
+    check_disk(run.directory, [size for row in prompts for size in _sizes(row, data)], plan, console)
     job = Job(
         kind="answer",
         target=str(folder),
@@ -143,9 +154,10 @@ def _answer(
         answers_dir=str(writer.directory),
         answers_fingerprint=writer.fingerprint,
         max_new_tokens=data.max_new_tokens,
+        talk=TalkPlan.of(data, run.facts),
         prompts=todo,
     )
-    budget = len(prompts) * data.max_new_tokens
+    budget = sum(row.asks for row in prompts if row.given is None) * data.max_new_tokens
     return run_jobs(
         split_job(job, data.workers),
         title="answering",
@@ -153,6 +165,35 @@ def _answer(
         log_dir=run.answers_dir,
         console=console,
     )
+
+
+def _sizes(prompt: Rendered, data: DataSection) -> list[int]:
+    """The most tokens that each row of a prompt can have, if every turn has a row of its own."""
+    if prompt.given is not None:
+        return [len(prompt.token_ids)]
+    first = len(prompt.token_ids) + data.max_new_tokens
+    return [first, *(data.max_prompt_tokens + (n + 1) * data.max_new_tokens for n in range(1, prompt.asks))]
+
+
+def _unasked(prompts: list[Rendered], writer: AnswerWriter) -> dict[str, dict[str, int]]:
+    """Turns that were not asked because an earlier answer ended their conversation, by set and reason."""
+    unasked: dict[str, dict[str, int]] = {prompt.set: {} for prompt in prompts}
+    several = sorted((prompt for prompt in prompts if prompt.asks > 1), key=lambda prompt: prompt.row)
+    if not several:
+        return unasked
+    first = [prompt.row for prompt in several]
+    missing = [prompt.asks for prompt in several]
+    reasons = [""] * len(several)
+    for row in writer.rows():
+        place = bisect_right(first, row.row) - 1
+        if place >= 0 and row.row < first[place] + several[place].asks:
+            missing[place] -= len(row.spans)
+            reasons[place] = row.stopped or reasons[place]
+    for prompt, left, reason in zip(several, missing, reasons, strict=True):
+        if left:
+            label = f"later turns: {reason}"
+            unasked[prompt.set][label] = unasked[prompt.set].get(label, 0) + left
+    return unasked
 
 
 def _seal_states(
