@@ -22,6 +22,10 @@ from peagle_train.target.source import obtain, target_fingerprint
 _ANSWER_BYTES = 16  # of a token in the answers store, as JSON text, with its share of the prompt
 
 
+_SERVER = {"url", "api_key_env", "concurrency", "timeout", "retries", "max_failures"}
+"""Of a server only the model's name counts: the same model answers the same at another address."""
+
+
 def target_folder(run: Run, console: Console) -> Path:
     """The target's folder; obtained if need be."""
     return obtain(run.recipe.target, console)
@@ -35,7 +39,7 @@ def prepare_parts(run: Run, folder: Path) -> dict[str, Any]:
         "format": ANSWERS_FORMAT,
         "target_fingerprint": target_fingerprint(folder),
         "target.dtype": recipe.target.dtype,
-        "data": recipe.data.model_dump(mode="json", exclude={"workers"}),
+        "data": recipe.data.model_dump(mode="json", exclude={"workers": True, "server": _SERVER}),
         "sources": sources_fingerprint(recipe.data),
     }
 
