@@ -48,6 +48,8 @@ def extract_parts(run: Run, prepare_fingerprint: str) -> dict[str, Any]:
         "prepare": prepare_fingerprint,
         "head.aux_layers": list(run.recipe.head.aux_layers),
         "states.dtype": run.recipe.states.dtype,
+        # Two backends agree up to rounding, not to the bit; hf is left unsaid: older stores have no such key.
+        **({"states.backend": run.recipe.states.backend} if run.recipe.states.backend != "hf" else {}),
     }
 
 

@@ -47,7 +47,7 @@ def prepare(run: Run, console: Console) -> StageResult:
     started = time.monotonic()
     rows, left_out = _rows(run, folder)
     batches = even_batches(rows, run.recipe.data.batch_size)
-    keep = run.recipe.states.keep_while_answering
+    keep = run.recipe.states.kept_while_answering
     of_states = extract_parts(run, fingerprint(parts))
     plan: StatesPlan | None = None
 
