@@ -102,20 +102,23 @@ class VllmStates:
         Every token but a row's last is fed. on_tokens: called with the size of each row that is computed.
         Raises PeagleError if vLLM ends, or gives states that are not those of the row.
         """
+        asked: dict[str, int] = {}  # tokens of the rows that vLLM has not answered
         files: dict[str, str] = {}
         sent: list[tuple[int, Sequence[Sequence[int]]]] = []
         for batch in batches:
             sent.append(batch)
             self._send(rows={_name(batch[0], row): ids[:-1] for row, ids in enumerate(batch[1])})
+            asked.update({_name(batch[0], row): len(ids) for row, ids in enumerate(batch[1])})
             if len(sent) > _AHEAD:
-                yield self._collected(*sent.pop(0), files, on_tokens)
+                yield self._collected(*sent.pop(0), asked, files, on_tokens)
         for batch in sent:
-            yield self._collected(*batch, files, on_tokens)
+            yield self._collected(*batch, asked, files, on_tokens)
 
     def _collected(
         self,
         batch: int,
         rows: Sequence[Sequence[int]],
+        asked: dict[str, int],
         files: dict[str, str],
         on_tokens: Callable[[int], None],
     ) -> tuple[int, list[States]]:
@@ -125,7 +128,7 @@ class VllmStates:
             while name not in files:
                 reply = self._reply(f"in batch {batch}")
                 files[reply["row"]] = reply["file"]
-                on_tokens(len(ids))
+                on_tokens(asked.pop(reply["row"]))
             found.append(self._read(Path(files.pop(name)), list(ids[:-1])))
         return batch, found
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.vllm
 
 LAYERS = {"llama": 5, "qwen3_moe": 5, "short gpt_oss": 8, "gemma4": 6, SMOLLM2: 30}
 TOLERANCE = 1e-4
-"""Of a state's difference to its length. Measured: 5e-6 to 1.2e-5; a neighbouring layer is off by 0.1 and more."""
+"""Of a difference to the state's length. Measured: 5e-6 to 1.2e-5; a neighbour's is 0.1 and more."""
 PASS = 96  # tokens of one pass
 LENGTHS = [[2, 230, 7, 60], [97, 3, 140, 33, 2], [41]]  # by batch; rows of 98 and more take several passes
 LONGEST = 230
