@@ -32,9 +32,10 @@ pytestmark = pytest.mark.vllm
 
 FAKE_TORCHVISION = Path(__file__).with_name("fake_torchvision")
 MULTIMODAL = "gemma4_multimodal"
+HALF = "llama, bfloat16"
 LAYERS = {"llama": 5, "qwen3_moe": 5, "short gpt_oss": 8, "gemma4": 6, MULTIMODAL: 6, SMOLLM2: 30}
 TOLERANCE = 1e-4
-"""Of a difference to the state's length. Measured: 5e-6 to 1.2e-5; a neighbour's is 0.1 and more."""
+"""Of a difference to the state's length. Measured: 5e-6 to 1.1e-5; a neighbour's is 0.1 and more."""
 PASS = 96  # tokens of one pass
 LENGTHS = [[2, 230, 7, 60], [97, 3, 140, 33, 2], [41]]  # by batch; rows of 98 and more take several passes
 LONGEST = 230
@@ -79,17 +80,20 @@ def cases(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     plan = VllmPlan(str(python), str(room / "vllm.log"), 0, LONGEST, PASS)
     cases = {}
     with VllmStates(plan, room / "scratch") as vllm:
-        for name, layers in LAYERS.items():
+        for name, layers in [*LAYERS.items(), (HALF, 5)]:
             folder = _folder(room, name, layers)
             target = Target.load(folder, dtype="float32", device="cpu")
+            dtype = "bfloat16" if name == HALF else "float32"
             generator = torch.Generator().manual_seed(1)
             rows = [
                 [torch.randint(5, 250, (length,), generator=generator).tolist() for length in lengths]
                 for lengths in LENGTHS
             ]
+            rows[1][2][:100] = rows[0][1][:100]  # a prefix cache would not compute these again
+            rows[2].append(rows[0][3])
             aux = [0, 2, layers - 1, layers]
-            kept = StatesPlan("", "", aux, target.facts.hidden_size, "float32")
-            job = Job("extract", str(folder), "float32", "cpu", False, 1, kept)
+            kept = StatesPlan("", "", aux, target.facts.hidden_size, dtype)
+            job = Job("extract", str(folder), dtype, "cpu", False, 1, kept)
             vllm.start(replace(job, vllm=replace(plan, num_layers=layers)))
             given = dict(vllm.states(enumerate(rows)))
             cases[name] = Case(target, rows, aux, [given[batch] for batch in range(len(rows))])
@@ -105,7 +109,7 @@ def _folder(room: Path, name: str, layers: int) -> Path:
         ).resolve()
     if name == MULTIMODAL:
         return tiny_gemma4_multimodal(room / name, layers=layers, hidden=HIDDEN)
-    twin = TWINS[name]
+    twin = TWINS["llama" if name == HALF else name]
     return twin.make(room / name.replace(" ", "_"), layers=layers, hidden=HIDDEN, **twin.changes)
 
 
@@ -155,6 +159,25 @@ def test_the_last_state_is_before_the_final_norm(case: Case) -> None:
     assert float((case.target.logits(last) - model).abs().max()) < 1e-3 * scale
     twice = case.target.logits(case.target.normed(last))
     assert float((twice - model).abs().max()) > 1e-2 * scale
+
+
+def test_half_precision_rounds_as_transformers_does(
+    cases: dict[str, Case], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bfloat16 moves a state of these wide twins by 5 %: by as much in vLLM as in transformers, no more."""
+    case = cases[HALF]
+    rounded = Target.load(case.target.facts.model, dtype="bfloat16", device="cpu")
+    with capsys.disabled():
+        for column, layer in enumerate(case.aux_layers):
+            found, expected = [], []
+            for row, aux, last in rows_of(case):
+                assert aux.dtype == last.dtype == torch.bfloat16
+                exact = own_states(case.target, row)[layer]
+                found.append(differences(aux[:, column].float(), exact))
+                expected.append(differences(own_states(rounded, row)[layer].float(), exact))
+            ours, theirs = float(torch.cat(found).median()), float(torch.cat(expected).median())
+            print(f"\nbfloat16, layer {layer}: off by {ours:.4f}, transformers by {theirs:.4f}", end="")
+            assert ours < 1.5 * theirs
 
 
 def test_a_run_stores_the_states_of_a_vllm(
