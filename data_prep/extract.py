@@ -15,6 +15,7 @@ from rich.console import Console
 
 from data_prep.jobs import Job
 from data_prep.plan import check_disk, extract_parts, states_plan, target_folder
+from data_prep.vllm_states.jobs import vllm_jobs
 from data_prep.workers import run_jobs, split_job
 from peagle_train.files import remove_leftovers
 from peagle_train.run import Run
@@ -34,7 +35,7 @@ def extract(run: Run, console: Console) -> StageResult:
     done = finished(run.states_dir, parts, console)
     if done is not None:
         rows = len(StateStore(run.states_dir))  # raises if a shard is missing or cut short
-        if run.recipe.states.keep_while_answering:
+        if run.recipe.states.kept_while_answering:
             return replace(done, message=f"{run.states_dir}: {rows} rows, kept while answering")
         return done
     started = time.monotonic()
@@ -63,8 +64,9 @@ def extract(run: Run, console: Console) -> StageResult:
             states=plan,
             answered=todo,
         )
+        on_vllm = run.recipe.states.backend == "vllm"
         work = run_jobs(
-            split_job(job, run.recipe.data.workers),
+            vllm_jobs(job, run) if on_vllm else split_job(job, run.recipe.data.workers),
             title="extracting",
             budget=sum(lengths),
             log_dir=run.states_dir,

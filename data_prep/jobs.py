@@ -31,6 +31,24 @@ class StatesPlan:
 
 
 @dataclass(frozen=True)
+class VllmPlan:
+    """How a vLLM makes the states, where it does.
+
+    python: its interpreter. log: what it prints. num_layers: of the target, L. longest: tokens of the longest
+    row of the job. batch_tokens: most tokens of one pass. gpu: the one it may use; None: as it finds them.
+    all_gpus: every matrix is split over all GPUs.
+    """
+
+    python: str
+    log: str
+    num_layers: int
+    longest: int
+    batch_tokens: int
+    gpu: int | None = None
+    all_gpus: bool = False
+
+
+@dataclass(frozen=True)
 class Job:
     """The share of one worker: batches to answer, or batches of answered rows to extract states from."""
 
@@ -46,6 +64,7 @@ class Job:
     max_new_tokens: int = 0
     prompts: dict[int, list[Rendered]] = field(default_factory=dict)  # kind "answer"
     answered: dict[int, list[AnswerRow]] = field(default_factory=dict)  # kind "extract"
+    vllm: VllmPlan | None = None  # kind "extract": what runs the target in place of transformers
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -53,11 +72,12 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> Job:
         value: dict[str, Any] = json.loads(text)
-        plan = value.pop("states")
+        plan, vllm = value.pop("states"), value.pop("vllm")
         prompts, answered = value.pop("prompts"), value.pop("answered")
         return cls(
             **value,
             states=StatesPlan(**plan) if plan else None,
+            vllm=VllmPlan(**vllm) if vllm else None,
             prompts={int(key): [Rendered(**row) for row in rows] for key, rows in prompts.items()},
             answered={int(key): [AnswerRow(**row) for row in rows] for key, rows in answered.items()},
         )

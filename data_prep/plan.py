@@ -54,6 +54,8 @@ def extract_parts(run: Run, prepare_fingerprint: str) -> dict[str, Any]:
         "states.dtype": run.recipe.states.dtype,
         # What states made beside training are made from: nothing is stored, so nothing else can be stale.
         **({"states.mode": run.recipe.states.mode} if run.recipe.states.mode != "stored" else {}),
+        # Two backends agree up to rounding, not to the bit; hf is left unsaid: older stores have no such key.
+        **({"states.backend": run.recipe.states.backend} if run.recipe.states.backend != "hf" else {}),
     }
 
 

@@ -50,8 +50,8 @@ def prepare(run: Run, console: Console) -> StageResult:
     started = time.monotonic()
     rows, left_out = _rows(run, folder, console)
     batches = even_batches(rows, run.recipe.data.batch_size)
-    states, server = run.recipe.states, run.recipe.data.server
-    keep = states.keep_while_answering and states.mode == "stored" and server is None
+    server = run.recipe.data.server
+    keep = run.recipe.states.kept_while_answering and server is None
     of_states = extract_parts(run, fingerprint(parts))
     plan: StatesPlan | None = None
 
