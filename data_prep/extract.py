@@ -19,7 +19,7 @@ from data_prep.workers import run_jobs, split_job
 from peagle_train.files import remove_leftovers
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, require, seal
-from peagle_train.store import AnswerStore, StateStore, StateWriter
+from peagle_train.store import AnswerStore, StateStore
 
 
 def extract(run: Run, console: Console) -> StageResult:
@@ -39,7 +39,7 @@ def extract(run: Run, console: Console) -> StageResult:
         return done
     started = time.monotonic()
     plan = states_plan(run, parts)
-    writer = StateWriter(run.states_dir, plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype)
+    writer = plan.writer()
     answers = AnswerStore(run.answers_dir, expected=prepared)
     begin(run.states_dir, parts, console)
     remove_leftovers(run.states_dir)
@@ -50,8 +50,8 @@ def extract(run: Run, console: Console) -> StageResult:
         console.print(f"{len(sealed)} of {len(batches)} batches are there already", highlight=False)
     rate = ""
     if todo:
-        lengths = [len(row.token_ids) for rows in todo.values() for row in rows]
-        check_disk(run.directory, lengths, plan, console)
+        sizes = [(len(row.token_ids), row.supervised) for rows in todo.values() for row in rows]
+        check_disk(run.directory, sizes, plan, console)
         target = run.recipe.target
         job = Job(
             kind="extract",
@@ -66,7 +66,7 @@ def extract(run: Run, console: Console) -> StageResult:
         work = run_jobs(
             split_job(job, run.recipe.data.workers),
             title="extracting",
-            budget=sum(lengths),
+            budget=sum(tokens for tokens, _ in sizes),
             log_dir=run.states_dir,
             console=console,
         )

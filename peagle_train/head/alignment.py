@@ -74,3 +74,28 @@ def trainable_depths(loss_mask: Tensor) -> Tensor:
     ends = turn_ends(loss_mask)[EMBEDDED:]
     slots = torch.arange(loss_mask.shape[0] - 1)
     return torch.clamp(ends - (slots + PREDICTED), min=0)
+
+
+def needed_slots(loss_mask: Tensor) -> int:
+    """Real slots of a row that anybody sees: those up to its last trainable anchor; 0 if it has none.
+
+    Args:
+        loss_mask: [n] bool.
+    """
+    anchors = trainable_depths(loss_mask).nonzero()[:, 0]
+    return int(anchors[-1]) + 1 if len(anchors) else 0
+
+
+def needed_outputs(loss_mask: Tensor) -> Tensor:
+    """Positions p whose target output gives some trainable element its label's distribution, rising.
+
+    Elements that share a + d share label and output, and (a, d) is trained only where (a + d, 0) is, so
+    these are the outputs of the trainable anchors: x[p] and x[p+1] are generated tokens of one turn.
+
+    Args:
+        loss_mask: [n] bool.
+
+    Returns:
+        [P] int64.
+    """
+    return trainable_depths(loss_mask).nonzero()[:, 0] + TARGET_OUTPUT

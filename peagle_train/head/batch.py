@@ -26,14 +26,28 @@ from peagle_train.head.alignment import EMBEDDED, PREDICTED, TARGET_OUTPUT
 class Document:
     """One row of data as the head sees it.
 
-    token_ids [n] int64, aux [>= n-1, A*TH] and last [>= n-1, TH] (the target's states after each
-    token; `last` is before its final norm), kept [n-1] int64 (elements kept per anchor).
+    token_ids [n] int64, aux [S, A*TH] (the target's states after the first S tokens, S at least up to the
+    last anchor that is kept), last [P, TH] (those after the tokens at the positions `last_at` [P] int64,
+    rising, before the final norm; None: after the first P tokens), kept [n-1] int64 (elements kept per
+    anchor).
     """
 
     token_ids: Tensor
     aux: Tensor
     last: Tensor
     kept: Tensor
+    last_at: Tensor | None = None
+
+    def outputs(self, positions: Tensor) -> Tensor:
+        """[N, TH], rows of `last` at some positions [N]. Raises ValueError if one of them is not there."""
+        if self.last_at is None:
+            return self.last[positions]
+        rows = torch.searchsorted(self.last_at, positions)
+        there = self.last_at[rows.clamp(max=len(self.last_at) - 1)] if len(self.last_at) else rows - 1
+        if not torch.equal(there, positions):
+            missing = positions[there != positions].tolist()
+            raise ValueError(f"`last` has no state of the positions {missing}, which kept elements need")
+        return self.last[rows]
 
 
 @dataclass(frozen=True)
@@ -133,7 +147,7 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
 
         # Each target output once for all depths that share it, and none that no element needs.
         needed, row = torch.unique(torch.cat([anchors, owner + deep]), return_inverse=True)
-        last.append(doc.last[needed + TARGET_OUTPUT])
+        last.append(doc.outputs(needed + TARGET_OUTPUT))
         slot_labels.append(doc.token_ids[anchors + PREDICTED])
         mask_labels.append(doc.token_ids[owner + deep + PREDICTED])
         slot_outputs.append(outputs + row[: len(anchors)])
