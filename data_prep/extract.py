@@ -16,10 +16,11 @@ from rich.console import Console
 from data_prep.jobs import Job
 from data_prep.plan import check_disk, extract_parts, states_plan, target_folder
 from data_prep.workers import run_jobs, split_job
-from peagle_train.files import remove_leftovers
+from peagle_train.files import fingerprint, remove_leftovers
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, require, seal
-from peagle_train.store import AnswerStore, StateStore
+from peagle_train.store import AnswerStore
+from peagle_train.store.source import open_stored
 
 
 def extract(run: Run, console: Console) -> StageResult:
@@ -33,7 +34,7 @@ def extract(run: Run, console: Console) -> StageResult:
         return _made_while_training(run, parts, console)
     done = finished(run.states_dir, parts, console)
     if done is not None:
-        rows = len(StateStore(run.states_dir))  # raises if a shard is missing or cut short
+        rows = len(open_stored(run, fingerprint(parts), console))  # raises if a shard is missing or cut short
         if run.recipe.states.keep_while_answering:
             return replace(done, message=f"{run.states_dir}: {rows} rows, kept while answering")
         return done
@@ -72,7 +73,7 @@ def extract(run: Run, console: Console) -> StageResult:
         )
         rate = f" ({work.rate})"
     writer.seal()
-    rows = len(StateStore(run.states_dir, expected=plan.fingerprint))
+    rows = len(open_stored(run, plan.fingerprint, console))
     return seal(run.states_dir, parts, time.monotonic() - started, f"states of {rows} rows{rate}")
 
 

@@ -16,6 +16,8 @@ from botocore.exceptions import BotoCoreError
 
 from peagle_train.errors import PeagleError
 
+_BUCKETS = {"s3", "gs", "gcs", "az", "abfs", "oss", "hf"}
+
 
 def check_url(url: str, key: str) -> str:
     """The URL without slashes at its end. Raises PeagleError, naming the recipe's `key`, if it is none.
@@ -48,6 +50,14 @@ def filesystem(url: str) -> tuple[Any, str]:
             f"{url}: {error}; expected a URL that fsspec knows, such as s3://BUCKET/PREFIX"
         ) from None
     return found
+
+
+def make_folder(fs: Any, path: str) -> None:
+    """Makes a folder where there are such things: in a bucket there are none, and one with a typing error in
+    its name must not be made."""
+    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+    if not _BUCKETS & set(protocols):
+        fs.makedirs(path, exist_ok=True)
 
 
 @contextmanager

@@ -113,7 +113,7 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
             is seen by nobody and carries no loss.
 
     Raises:
-        ValueError: nothing is supervised, or the padding is too small.
+        ValueError: nothing is supervised, the padding is too small, or a state that is needed is missing.
     """
     token_ids, step_token_ids, aux, slot_positions, slot_document, depth0 = [], [], [], [], [], []
     mask_positions, mask_document, mask_anchor, mask_depth = [], [], [], []
@@ -127,6 +127,8 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
             mask_spans.append((masks, masks))
             continue
         length = int(anchors[-1]) + 1
+        if doc.aux.shape[0] < length:
+            raise ValueError(f"aux has {doc.aux.shape[0]} states, expected {length}: up to the last anchor")
         # The mask slots of each anchor: kept - 1 of them, at depths 1, 2, ...
         extra = (doc.kept[anchors] - 1).clamp(min=0)
         owner = torch.repeat_interleave(anchors, extra)

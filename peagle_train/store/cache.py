@@ -23,7 +23,7 @@ from pathlib import Path
 _COUNTER = "counter"
 _PARTIAL = ".partial"
 CLEAR_TO = 0.9
-"""Clearing looks at every file, so it makes more room than is asked for, down to this share."""
+"""Clearing looks at every file, so it makes more room than is asked for, up to this share of the limit."""
 
 
 class Cache:
@@ -68,7 +68,8 @@ class Cache:
             try:
                 file.write(data)
                 file.flush()
-                partial.replace(path)
+                with self._counted():  # no file changes its name while another process counts them
+                    partial.replace(path)
             except OSError:  # a full disk, say: the piece is passed on all the same
                 partial.unlink(missing_ok=True)
 
@@ -84,7 +85,7 @@ class Cache:
                 with suppress(FileNotFoundError):  # renamed or taken away meanwhile
                     files.append((entry.name.endswith(_PARTIAL), entry.stat(), Path(entry.path)))
         lying = sum(stat.st_size for _, stat, _ in files)
-        aim = max(0, min(self.limit - size, int(CLEAR_TO * self.limit)))
+        aim = max(0, int(CLEAR_TO * self.limit) - size)
         # Leftovers of killed writers first, then the least recently used.
         for _, stat, path in sorted(files, key=lambda file: (not file[0], file[1].st_mtime_ns)):
             if lying <= aim:

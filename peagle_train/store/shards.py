@@ -15,7 +15,7 @@ from typing import Protocol
 
 from peagle_train.errors import CorruptError, PeagleError
 from peagle_train.files import require_room, sha256_of
-from peagle_train.remote import check_url, filesystem, plain_words
+from peagle_train.remote import check_url, filesystem, make_folder, plain_words
 from peagle_train.store.cache import Cache
 from peagle_train.store.format import Piece, checksum_of_bytes
 
@@ -92,7 +92,7 @@ class RemoteShards:
     def take(self, file: Path) -> None:
         place = self._path(file.name)
         with plain_words(f"{self.where}/{file.name}", "send it there"):
-            self._fs.makedirs(self._root, exist_ok=True)
+            make_folder(self._fs, self._root)
             self._fs.put_file(str(file), place)
             self._fs.invalidate_cache()
             size = self._fs.size(place)
@@ -125,7 +125,7 @@ class RemoteShards:
     def set_aside(self, name: str, aside: str) -> None:
         with plain_words(f"{self.where}/{name}", "move it"):
             if self._fs.exists(self._path(name)):
-                self._fs.makedirs(f"{self._root}.{aside}", exist_ok=True)
+                make_folder(self._fs, f"{self._root}.{aside}")
                 self._fs.mv(self._path(name), f"{self._root}.{aside}/{name}")
                 self._fs.invalidate_cache()
 
