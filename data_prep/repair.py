@@ -6,9 +6,6 @@ to FINGERPRINT.damaged/), and the stage counts as unfinished again: what is whol
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from rich.console import Console
 
 from data_prep.plan import amount, extract_parts, states_plan
@@ -31,17 +28,13 @@ def repair(run: Run, console: Console) -> None:
             f"{directory}: found no stored states of this recipe; expected them, to be repaired; run "
             f"`{run.command_for('extract')}`"
         )
-    index = _index(run)
-    plan = states_plan(run, parts)
-    if index is not None:
-        plan = replace(plan, url=index.get("url"))  # it says where they lie
-    writer = plan.writer()
+    writer = states_plan(run, parts).writer()
     stored = sum(path.stat().st_size for path in directory.glob("batch-*"))
     console.print(f"reading every batch of {directory} ({amount(stored)})", highlight=False, markup=False)
     damaged = writer.damaged()
     for fault in damaged.values():
         console.print(f"damaged: {fault}", style="yellow", highlight=False, markup=False)
-    if not damaged and (index is not None or record.finished is None):
+    if not damaged and (record.finished is None or _has_index(run)):
         console.print("nothing is damaged", highlight=False)
         return
     writer.drop(damaged)
@@ -52,10 +45,8 @@ def repair(run: Run, console: Console) -> None:
     )
 
 
-def _index(run: Run) -> dict[str, Any] | None:
-    """The store's index; None if there is none that can be read."""
-    path = run.states_dir / INDEX
+def _has_index(run: Run) -> bool:
     try:
-        return read_object(path) if path.is_file() else None
-    except CorruptError:
-        return None
+        return bool(read_object(run.states_dir / INDEX))
+    except (CorruptError, FileNotFoundError):
+        return False

@@ -76,26 +76,19 @@ def trainable_depths(loss_mask: Tensor) -> Tensor:
     return torch.clamp(ends - (slots + PREDICTED), min=0)
 
 
-def needed_slots(loss_mask: Tensor) -> int:
-    """Real slots of a row that anybody sees: those up to its last trainable anchor; 0 if it has none.
+def needed_states(loss_mask: Tensor) -> tuple[int, Tensor]:
+    """Which of the target's states a row's training and evaluation read.
+
+    Real slots are seen up to the row's last trainable anchor. Elements that share a + d share label and target
+    output, and (a, d) is trained only where (a + d, 0) is: so the outputs that give some label its
+    distribution are those of the trainable anchors, at the positions p where x[p] and x[p+1] are generated
+    tokens of one turn.
 
     Args:
-        loss_mask: [n] bool.
-    """
-    anchors = trainable_depths(loss_mask).nonzero()[:, 0]
-    return int(anchors[-1]) + 1 if len(anchors) else 0
-
-
-def needed_outputs(loss_mask: Tensor) -> Tensor:
-    """Positions p whose target output gives some trainable element its label's distribution, rising.
-
-    Elements that share a + d share label and output, and (a, d) is trained only where (a + d, 0) is, so
-    these are the outputs of the trainable anchors: x[p] and x[p+1] are generated tokens of one turn.
-
-    Args:
-        loss_mask: [n] bool.
+        loss_mask: [n] bool, true where the token was generated.
 
     Returns:
-        [P] int64.
+        S, the number of slots, and the positions [P] int64 of those outputs, rising.
     """
-    return trainable_depths(loss_mask).nonzero()[:, 0] + TARGET_OUTPUT
+    anchors = trainable_depths(loss_mask).nonzero()[:, 0]
+    return int(anchors[-1]) + 1 if len(anchors) else 0, anchors + TARGET_OUTPUT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peagle_train.head.alignment import needed_slots, trainable_depths
+from peagle_train.head.alignment import needed_states, trainable_depths
 from peagle_train.head.batch import Document
 from peagle_train.head.sampling import document_generator, full_depths, sample_depths
 from peagle_train.store.source import StatesSource
@@ -38,4 +38,4 @@ def trainable_rows(store: StatesSource, set_name: str) -> list[int]:
 
 def slot_counts(store: StatesSource, rows: Sequence[int]) -> list[int]:
     """Real slots of each row, up to its last trainable anchor (0: none); read without hidden states."""
-    return [needed_slots(store.loss_mask(row)) for row in rows]
+    return [needed_states(store.loss_mask(row))[0] for row in rows]

@@ -15,7 +15,7 @@ The loss mask is the sidecar's `spans`.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peagle_train.errors import CorruptError, StaleError
+from peagle_train.errors import CorruptError, PeagleError, StaleError
 from peagle_train.files import read_json
 from peagle_train.store.rows import DTYPES, StateRow
 
@@ -103,7 +103,9 @@ class Batch:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """What `parse` reads."""
+        rows = [{**vars(r), "token_ids": vars(r.token_ids), "states": vars(r.states)} for r in self.rows]
+        return {"batch": self.batch, "states": vars(self.states), "tokens": vars(self.tokens), "rows": rows}
 
 
 def states_name(batch: int) -> str:
@@ -189,8 +191,11 @@ def offsets(path: Path) -> Offsets:
     return {name: tuple(8 + size + edge for edge in header[name]["data_offsets"]) for name in names}
 
 
-def read_sidecar(path: Path, fingerprint: str) -> Batch:
-    """A sidecar that belongs where it stands. Raises CorruptError, or StaleError for one of other inputs."""
+def read_sidecar(path: Path, fingerprint: str, url: str | None) -> Batch:
+    """A sidecar that belongs where it stands.
+
+    Raises CorruptError, StaleError for one of other inputs, PeagleError if its states lie elsewhere.
+    """
     entry = read_object(path)
     name = entry.get("states", {}).get("file") if isinstance(entry.get("states"), dict) else entry.get("file")
     if entry.get("format") != FORMAT or entry.get("fingerprint") != fingerprint:
@@ -199,6 +204,11 @@ def read_sidecar(path: Path, fingerprint: str) -> Batch:
             f"expected {fingerprint}; format {entry.get('format')!r}, expected {FORMAT!r}); move the folder "
             f"{path.parent} away and extract again"
         )
+    if entry.get("url") != url:
+        raise PeagleError(
+            f"{path}: its states lie {_at(entry.get('url'))}, the recipe has them {_at(url)}; write "
+            "states.url as it was, or give the run another `name`"
+        )
     try:
         batch = Batch.parse(entry)
     except (KeyError, TypeError, AttributeError) as error:
@@ -206,6 +216,10 @@ def read_sidecar(path: Path, fingerprint: str) -> Batch:
     if sidecar_name(batch.batch) != path.name or batch_of(batch.states.file) != batch.batch:
         raise CorruptError(f"{path}: the sidecar of batch {batch.batch}, in the place of another; {CURE}")
     return batch
+
+
+def _at(url: str | None) -> str:
+    return "in its folder (no states.url)" if url is None else f"at {url}"
 
 
 def read_object(path: Path) -> dict[str, Any]:

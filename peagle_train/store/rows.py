@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from peagle_train.errors import CorruptError
-from peagle_train.head.alignment import needed_outputs, needed_slots
+from peagle_train.head.alignment import needed_states
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,8 +65,8 @@ def cut_row(row: StateRow) -> StateRow:
     """The row with the states that somebody reads, and no others; one that is cut already as it is."""
     if row.last_at is not None:
         return row
-    outputs = needed_outputs(row.loss_mask)
-    return replace(row, aux=row.aux[: needed_slots(row.loss_mask)], last=row.last[outputs], last_at=outputs)
+    slots, outputs = needed_states(row.loss_mask)
+    return replace(row, aux=row.aux[:slots], last=row.last[outputs], last_at=outputs)
 
 
 def stored_bytes(loss_mask: Tensor, aux_count: int, hidden_size: int, dtype: str) -> int:
@@ -75,8 +75,8 @@ def stored_bytes(loss_mask: Tensor, aux_count: int, hidden_size: int, dtype: str
     Args:
         loss_mask: [n] bool.
     """
-    slots, outputs = needed_slots(loss_mask), len(needed_outputs(loss_mask))
-    return _bytes(len(loss_mask), slots, outputs, aux_count, hidden_size, dtype)
+    slots, outputs = needed_states(loss_mask)
+    return _bytes(len(loss_mask), slots, len(outputs), aux_count, hidden_size, dtype)
 
 
 def stored_bytes_at_most(tokens: int, generated: int, aux_count: int, hidden_size: int, dtype: str) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from peagle_train.errors import CorruptError, PeagleError, StaleError
-from peagle_train.head.alignment import needed_outputs, needed_slots
+from peagle_train.head.alignment import needed_states
 from peagle_train.store.ahead import Ahead
 from peagle_train.store.format import (
     CURE,
@@ -232,7 +232,7 @@ class StateStore:
             entry.states,
         )
         mask, dtype = entry.loss_mask, DTYPES[self.dtype]
-        slots, outputs = needed_slots(mask), needed_outputs(mask)
+        slots, outputs = needed_states(mask)
         width = len(self.aux_layers) * self.hidden_size
         states = _tensor(data, dtype)
         if states.numel() != slots * width + len(outputs) * self.hidden_size:

@@ -10,7 +10,8 @@ import torch
 
 from peagle_train.errors import CorruptError, PeagleError
 from peagle_train.files import atomic_file, sha256_of, write_json, write_text
-from peagle_train.head.alignment import needed_outputs, needed_slots
+from peagle_train.head.alignment import needed_states
+from peagle_train.remote import check_url
 from peagle_train.store.format import (
     CURE,
     FORMAT,
@@ -60,8 +61,8 @@ class StateWriter:
         self.aux_layers = list(aux_layers)
         self.hidden_size = hidden_size
         self.dtype = dtype
-        self.url = url
-        self._shards = shards_of(directory, fingerprint, url, cache=0)
+        self.url = None if url is None else check_url(url, "states.url")
+        self._shards = shards_of(directory, fingerprint, self.url, cache=0)
 
     def write_batch(self, batch: int, rows: Sequence[StateRow]) -> None:
         """Writes what somebody reads of some rows; they count once the sidecar stands there.
@@ -90,7 +91,8 @@ class StateWriter:
         if self.url is not None:
             self._shards.take(tokens)
             states.unlink()
-        write_json(sidecar, {"format": FORMAT, "fingerprint": self.fingerprint, **entry.to_dict()})
+        about = {"format": FORMAT, "fingerprint": self.fingerprint, "url": self.url}
+        write_json(sidecar, {**about, **entry.to_dict()})
         self._shards.take(sidecar)
 
     def sealed_batches(self) -> set[int]:
@@ -104,10 +106,10 @@ class StateWriter:
         index = {
             "format": FORMAT,
             "fingerprint": self.fingerprint,
+            "url": self.url,
             "aux_layers": self.aux_layers,
             "hidden_size": self.hidden_size,
             "dtype": self.dtype,
-            "url": self.url,
             "batches": [batch.to_dict() for batch in batches],
         }
         write_text(self.directory / INDEX, json.dumps(index, ensure_ascii=False) + "\n")
@@ -116,7 +118,7 @@ class StateWriter:
     def damaged(self) -> dict[int, str]:
         """Batches that are not what was written, each with what is wrong; reads the whole store.
 
-        Raises StaleError for a store of other inputs.
+        Raises StaleError for a store of other inputs, PeagleError for one that lies elsewhere.
         """
         sizes, faults = self._shards.sizes(), {}
         for path in sorted(self.directory.glob("batch-*.json")):
@@ -124,7 +126,7 @@ class StateWriter:
             if batch is None:
                 continue
             try:
-                fault = self._fault(read_sidecar(path, self.fingerprint), sizes)
+                fault = self._fault(read_sidecar(path, self.fingerprint, self.url), sizes)
             except CorruptError as error:
                 fault = str(error).removesuffix(f"; {CURE}")
             if fault:
@@ -148,7 +150,7 @@ class StateWriter:
     def _batches(self) -> Iterator[Batch]:
         sizes = self._shards.sizes()
         for path in self.directory.glob("batch-*.json"):
-            batch = read_sidecar(path, self.fingerprint)
+            batch = read_sidecar(path, self.fingerprint, self.url)
             missing = self._cut_short(batch, sizes)
             if missing:
                 raise CorruptError(f"{missing}; {CURE}")
@@ -191,7 +193,7 @@ class StateWriter:
     def _check(self, row: StateRow) -> None:
         n, slots, outputs = row.token_ids.numel(), row.token_ids.numel() - 1, row.token_ids.numel() - 1
         if row.last_at is not None:
-            slots, outputs = needed_slots(row.loss_mask), len(needed_outputs(row.loss_mask))
+            slots, outputs = needed_states(row.loss_mask)[0], len(row.last_at)
         expected = {
             "loss_mask": (row.loss_mask, (n,)),
             "aux": (row.aux, (slots, len(self.aux_layers) * self.hidden_size)),

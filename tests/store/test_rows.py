@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peagle_train.head.alignment import needed_outputs, needed_slots, trainable_depths
+from peagle_train.head.alignment import needed_states, trainable_depths
 from peagle_train.head.batch import Document, PackedBatch, pack
 from peagle_train.head.sampling import full_depths
 from peagle_train.store import StateRow, StateStore, stored_bytes, stored_bytes_at_most
@@ -42,8 +42,9 @@ def elements(mask: Tensor) -> list[tuple[int, int]]:
 def test_kept_is_what_the_definition_of_an_element_reads(spans: list[list[int]]) -> None:
     mask = row(0, N, spans=spans).loss_mask
     found = elements(mask)
-    assert needed_outputs(mask).tolist() == sorted({a + d + 1 for a, d in found})
-    assert needed_slots(mask) == max((a + 1 for a, _ in found), default=0)
+    slots, outputs = needed_states(mask)
+    assert outputs.tolist() == sorted({a + d + 1 for a, d in found})
+    assert slots == max((a + 1 for a, _ in found), default=0)
     assert spans_of(mask) == spans
 
 
@@ -51,7 +52,7 @@ def test_kept_of_random_masks_is_what_the_definition_reads() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):
         mask = torch.rand(N, generator=generator) < 0.6
-        assert needed_outputs(mask).tolist() == sorted({a + d + 1 for a, d in elements(mask)})
+        assert needed_states(mask)[1].tolist() == sorted({a + d + 1 for a, d in elements(mask)})
 
 
 def packed(made: StateRow) -> PackedBatch:

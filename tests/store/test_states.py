@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peagle_train.errors import CorruptError, PeagleError, StaleError
-from peagle_train.head.alignment import needed_outputs, needed_slots
+from peagle_train.head.alignment import needed_states
 from peagle_train.store import StateRow, StateStore
 from tests.store.rows import filled, harm, row, writer
 
@@ -37,7 +37,7 @@ def test_round_trip_with_random_access(tmp_path: Path, dtype: str) -> None:
         assert torch.equal(store.token_ids(index), made.token_ids)
         assert torch.equal(found.loss_mask, made.loss_mask)
         assert torch.equal(store.loss_mask(index), made.loss_mask)
-        slots, outputs = needed_slots(made.loss_mask), needed_outputs(made.loss_mask)
+        slots, outputs = needed_states(made.loss_mask)
         assert torch.equal(found.aux, made.aux[:slots].to(getattr(torch, dtype)))
         assert torch.equal(found.last, made.last[outputs].to(getattr(torch, dtype)))
         assert (found.id, found.prompt_length) == (f"toy:{index}", 2)
