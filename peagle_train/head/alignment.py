@@ -79,8 +79,8 @@ def trainable_depths(loss_mask: Tensor) -> Tensor:
 def needed_states(loss_mask: Tensor) -> tuple[int, Tensor]:
     """Which of the target's states a row's training and evaluation read.
 
-    Real slots are seen up to the row's last trainable anchor. Elements that share a + d share label and target
-    output, and (a, d) is trained only where (a + d, 0) is: so the outputs that give some label its
+    Real slots are seen up to the row's last trainable anchor. Elements that share a + d share label and
+    target output, and (a, d) is trained only where (a + d, 0) is: so the outputs that give some label its
     distribution are those of the trainable anchors, at the positions p where x[p] and x[p+1] are generated
     tokens of one turn.
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from data_prep import extract as extract_stage
 from data_prep import prepare as prepare_stage
 from data_prep.extract import extract
 from data_prep.prepare import prepare
 from data_prep.repair import repair
+from peagle_train.cli import app
 from peagle_train.errors import CorruptError, PeagleError
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, read_record, require
@@ -77,6 +79,15 @@ def test_exactly_what_is_damaged_is_made_anew(bench: Bench, what: str) -> None:
     assert ("damaged: " in bench.text.getvalue()) == bool(batches)
     assert not list(bench.states.parent.glob("states.old-*"))
     assert bench(extract).skipped
+
+
+def test_the_command_repairs(bench: Bench) -> None:
+    bench(prepare)
+    harm(bench.states / "batch-00001.safetensors")
+    bench.jobs.batches.clear()
+    done = CliRunner().invoke(app, ["extract", str(bench.recipe), "--repair"])
+    assert done.exit_code == 0 and bench.jobs.batches == [1], done.output
+    assert "Next: peagle train" in done.output
 
 
 def test_sound_states_are_left_alone(bench: Bench) -> None:
