@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-import fsspec
-from botocore.exceptions import BotoCoreError
-
 from peagle_train.errors import PeagleError
 
 _BUCKETS = {"s3", "gs", "gcs", "az", "abfs", "oss", "hf"}
@@ -38,6 +35,8 @@ def check_url(url: str, key: str) -> str:
 
 def filesystem(url: str) -> tuple[Any, str]:
     """The file system of a URL and the path within it. Raises PeagleError if it has no client here."""
+    import fsspec  # here, for most stores are local
+
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(url)
     except ImportError as error:
@@ -63,6 +62,8 @@ def make_folder(fs: Any, path: str) -> None:
 @contextmanager
 def plain_words(url: str, what: str) -> Iterator[None]:
     """Turns what a service answers into a PeagleError that says what could not be done, and what to do."""
+    from botocore.exceptions import BotoCoreError
+
     try:
         yield
     except (OSError, BotoCoreError) as error:
