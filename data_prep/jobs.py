@@ -13,21 +13,30 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.chat import Rendered
 from peagle_train.store.answers import AnswerRow
+from peagle_train.store.writer import StateWriter
 
 
 @dataclass(frozen=True)
 class StatesPlan:
-    """Where and how hidden states are stored: the arguments of StateWriter."""
+    """Where and how hidden states are stored."""
 
     directory: str
     fingerprint: str
     aux_layers: list[int]
     hidden_size: int
     dtype: str
+    url: str | None = None  # where the states go in place of the directory
+
+    def writer(self) -> StateWriter:
+        """Raises PeagleError for a URL that is none or has no client here."""
+        return StateWriter(
+            Path(self.directory), self.fingerprint, self.aux_layers, self.hidden_size, self.dtype, self.url
+        )
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from data_prep.workers import Work, run_jobs, split_job
 from peagle_train.files import fingerprint, remove_leftovers
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, seal
-from peagle_train.store import AnswerWriter, SetCounts, StateWriter
+from peagle_train.store import AnswerWriter, SetCounts
 from peagle_train.target.mask_token import resolve_mask_token
 from peagle_train.target.tokens import end_tokens_of
 
@@ -151,8 +151,8 @@ def _answer(
 ) -> Work:
     target, data = run.recipe.target, run.recipe.data
     prompts = [row for rows in todo.values() for row in rows]
-    lengths = [len(row.token_ids) + data.max_new_tokens for row in prompts]
-    check_disk(run.directory, lengths, plan, console)
+    sizes = [(len(row.token_ids) + data.max_new_tokens, data.max_new_tokens) for row in prompts]
+    check_disk(run.directory, sizes, plan, console)
     job = Job(
         kind="answer",
         target=str(folder),
@@ -183,7 +183,7 @@ def _seal_states(
     batches: dict[int, list[Rendered]],
 ) -> None:
     """Finishes the states store, unless a batch was answered earlier without states: `extract` adds those."""
-    writer = StateWriter(run.states_dir, plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype)
+    writer = plan.writer()
     if writer.sealed_batches() == set(batches):
         writer.seal()
         # The answering pass is counted once, by prepare.

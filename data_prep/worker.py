@@ -76,9 +76,7 @@ def _work(job: Job, reporter: _Reporter) -> None:
     plan = job.states
     states = None
     if plan is not None:
-        states = StateWriter(
-            Path(plan.directory), plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype
-        )
+        states = plan.writer()
     for batch in sorted(job.prompts or job.answered):
         reporter.say(begin=batch)
         began = time.process_time()

@@ -130,8 +130,17 @@ def prepare(
         then="peagle train RECIPE",
     ),
 )
-def extract(recipe: RecipeArgument, overrides: Overrides = None) -> None:
-    _stage("extract", recipe, overrides)
+def extract(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="read all that is stored; make damaged batches anew"),
+    ] = False,
+) -> None:
+    from peagle_train.pipeline import resolve
+
+    _stage("extract", recipe, overrides, before=resolve("data_prep.repair:repair") if repair else None)
 
 
 @app.command(
@@ -414,16 +423,24 @@ def _open(recipe: str, overrides: list[str] | None) -> Any:
 
 
 def _stage(
-    name: str, recipe: str, overrides: list[str] | None, afterwards: Any = None, **options: Any
+    name: str,
+    recipe: str,
+    overrides: list[str] | None,
+    afterwards: Any = None,
+    *,
+    before: Any = None,
+    **options: Any,
 ) -> None:
-    """Runs one stage, then `afterwards(run, console)`; names the next command, that of `afterwards` first.
+    """Runs one stage; names the next command, that of `afterwards` first.
 
-    options: of the stage itself.
+    before, afterwards: run before and after it with (run, console). options: of the stage itself.
     """
     from peagle_train.pipeline import next_command, run_stage
 
     console = Console()
     with _open(recipe, overrides) as run:
+        if before is not None:
+            before(run, console)
         result = run_stage(run, name, console, **options)
         then = afterwards(run, console) if afterwards is not None else None
         _next(then or result.next_command or next_command(run, name), console)
