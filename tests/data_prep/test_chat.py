@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from data_prep.chat import CONTROL, REPEATS, TOO_LONG, ChatRenderer, render_sets
 from data_prep.prompts import Candidates, Message, Prompt
 from peagle_train.errors import PeagleError
-from tests.twin_tokenizers import save_tokenizer
+from peagle_train.twin.tokenizers import save_tokenizer
 
 
 @pytest.fixture(scope="module")

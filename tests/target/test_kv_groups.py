@@ -9,7 +9,7 @@ from peagle_train.recipe.schema import TargetSection
 from peagle_train.target.facts import KVLayer
 from peagle_train.target.kv_groups import groups_of_head, needs_flag
 from peagle_train.target.source import describe
-from tests import twins
+from peagle_train.twin import models as twins
 from tests.export.conftest import FACTS, small_head
 
 FULL, SLIDING = KVLayer(None, 8, 64), KVLayer(128, 8, 64)

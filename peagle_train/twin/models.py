@@ -1,8 +1,8 @@
-"""Tiny random models of the supported classes, saved as real folders, for tests.
+"""Tiny random models of the supported classes, saved as real folders.
 
-A twin has the architecture of the real target and a hidden size of 64, so a test costs milliseconds.
+A twin has the architecture of the real target and a hidden size of 64, so a pass costs milliseconds.
 Weights are drawn wide, and norms away from 1, so that a forgotten norm, scale or softcap shows up.
-Its tokenizer, chat format and generation config are its family's in small: see twin_tokenizers.py.
+Its tokenizer, chat format and generation config are its family's in small: see tokenizers.py.
 
 `tiny_llama` is SmolLM2's twin. Ids of its tokenizer: 0 `<|endoftext|>` (unk), 1 `<|im_start|>`,
 2 `<|im_end|>` (eos and pad), 3 `<repo_name>`, 4 `<file_sep>`, then bytes and merges; the last ids below
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.twin_tokenizers import GEMMA4_MEDIA, SHAPES, save_tokenizer
+from peagle_train.twin.tokenizers import GEMMA4_MEDIA, SHAPES, save_tokenizer
 
 
 def _save(model_class: Any, config: Any, folder: Path | str, seed: int, family: str) -> Path:
@@ -192,7 +192,7 @@ TWINS = {
 }
 
 TOKENIZERS = {name: name for name in TWINS} | {"llama": "smollm2", "gemma4_multimodal": "gemma4"}
-"""Which of twin_tokenizers.SHAPES each twin has."""
+"""Which of tokenizers.SHAPES each twin has."""
 
 MASK_TOKENS = {name: SHAPES[family].mask_id for name, family in TOKENIZERS.items()}
 """An id that can be each twin's mask token: nothing else uses it."""
