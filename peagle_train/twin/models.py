@@ -11,33 +11,13 @@ Its tokenizer, chat format and generation config are its family's in small: see 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from peagle_train.twin.tokenizers import GEMMA4_MEDIA, SHAPES, save_tokenizer
-
-
-def _save(model_class: Any, config: Any, folder: Path | str, seed: int, family: str) -> Path:
-    """Builds the model with wide random weights and saves it with its family's tokenizer."""
-    folder = Path(folder)
-    text = config.get_text_config()
-    tokenizer = save_tokenizer(folder, family, text.vocab_size)
-    for role in ("bos", "eos", "pad"):
-        setattr(text, f"{role}_token_id", getattr(tokenizer, f"{role}_token_id"))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = model_class(config)
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.data.uniform_(0.5, 1.5)
-    ends = tokenizer.convert_tokens_to_ids(list(SHAPES[family].ends))
-    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config.bos_token_id = tokenizer.bos_token_id
-    model.save_pretrained(folder)
-    return folder
 
 
 def _sizes(layers: int, hidden: int, vocab: int) -> dict[str, Any]:
@@ -54,21 +34,14 @@ def _sizes(layers: int, hidden: int, vocab: int) -> dict[str, Any]:
     }
 
 
-def tiny_llama(
-    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 256, seed: int = 0, **changes: Any
-) -> Path:
-    """LlamaForCausalLM with tied embeddings, as SmolLM2. changes: any key of its config."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _llama(layers: int, hidden: int, vocab: int, changes: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig
 
-    settings = {**_sizes(layers, hidden, vocab), "tie_word_embeddings": True, **changes}
-    return _save(LlamaForCausalLM, LlamaConfig(**settings), folder, seed, "smollm2")
+    return LlamaConfig(**{**_sizes(layers, hidden, vocab), "tie_word_embeddings": True, **changes})
 
 
-def tiny_llama3(
-    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 320, seed: int = 0, **changes: Any
-) -> Path:
-    """LlamaForCausalLM as Llama 3.1: RoPE of its own kind, a head of its own, three end tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _llama3(layers: int, hidden: int, vocab: int, changes: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig
 
     rope = {
         "rope_type": "llama3",
@@ -78,60 +51,51 @@ def tiny_llama3(
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    settings = {**_sizes(layers, hidden, vocab), "rope_parameters": rope, **changes}
-    return _save(LlamaForCausalLM, LlamaConfig(**settings), folder, seed, "llama3")
+    return LlamaConfig(**{**_sizes(layers, hidden, vocab), "rope_parameters": rope, **changes})
 
 
-def tiny_qwen2(
-    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 320, seed: int = 0, **changes: Any
-) -> Path:
-    """Qwen2ForCausalLM: biases on q, k and v; its config has no head_dim."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def _qwen2(layers: int, hidden: int, vocab: int, changes: dict[str, Any]) -> Any:
+    from transformers import Qwen2Config
 
     settings = {**_sizes(layers, hidden, vocab), **changes}
     del settings["head_dim"]
-    return _save(Qwen2ForCausalLM, Qwen2Config(**settings), folder, seed, "qwen2")
+    return Qwen2Config(**settings)
 
 
-def tiny_qwen3(
-    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 320, seed: int = 0, **changes: Any
-) -> Path:
-    """Qwen3ForCausalLM: norms on q and k."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def _qwen3(layers: int, hidden: int, vocab: int, changes: dict[str, Any]) -> Any:
+    from transformers import Qwen3Config
 
-    settings = {**_sizes(layers, hidden, vocab), **changes}
-    return _save(Qwen3ForCausalLM, Qwen3Config(**settings), folder, seed, "qwen3")
+    return Qwen3Config(**{**_sizes(layers, hidden, vocab), **changes})
 
 
-def tiny_qwen3_moe(
-    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 320, seed: int = 0, **changes: Any
-) -> Path:
-    """Qwen3MoeForCausalLM: 4 experts, 2 at a time."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def _qwen3_moe(layers: int, hidden: int, vocab: int, changes: dict[str, Any]) -> Any:
+    from transformers import Qwen3MoeConfig
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
-    settings = {**_sizes(layers, hidden, vocab), **experts, **changes}
-    return _save(Qwen3MoeForCausalLM, Qwen3MoeConfig(**settings), folder, seed, "qwen3_moe")
+    return Qwen3MoeConfig(**{**_sizes(layers, hidden, vocab), **experts, **changes})
 
 
-def tiny_gpt_oss(
-    folder: Path | str, *, layers: int = 4, hidden: int = 64, vocab: int = 320, seed: int = 0, **changes: Any
-) -> Path:
-    """GptOssForCausalLM: experts, attention sinks, window 8 on every other layer, YaRN."""
-    from transformers import GptOssConfig, GptOssForCausalLM
+def _gpt_oss(layers: int, hidden: int, vocab: int, changes: dict[str, Any]) -> Any:
+    from transformers import GptOssConfig
 
+    positions = changes.get("max_position_embeddings", 512)
     rope = {
         "rope_type": "yarn",
         "rope_theta": 150000.0,
-        "factor": 4.0,
+        "factor": positions / 128,
         "original_max_position_embeddings": 128,
         "beta_fast": 32.0,
         "beta_slow": 1.0,
         "truncate": False,
     }
     own = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": rope}
-    settings = {**_sizes(layers, hidden, vocab), **own, **changes}
-    return _save(GptOssForCausalLM, GptOssConfig(**settings), folder, seed, "gpt_oss")
+    return GptOssConfig(**{**_sizes(layers, hidden, vocab), **own, **changes})
+
+
+def _gemma4(layers: int, hidden: int, vocab: int, changes: dict[str, Any]) -> Any:
+    from transformers import Gemma4TextConfig
+
+    return Gemma4TextConfig(**_gemma4_settings(layers, hidden, vocab, changes))
 
 
 def _gemma4_settings(layers: int, hidden: int, vocab: int, changes: dict[str, Any]) -> dict[str, Any]:
@@ -148,21 +112,8 @@ def _gemma4_settings(layers: int, hidden: int, vocab: int, changes: dict[str, An
     return {**_sizes(layers, hidden, vocab), **own, **changes}
 
 
-def tiny_gemma4(
-    folder: Path | str, *, layers: int = 6, hidden: int = 64, vocab: int = 448, seed: int = 0, **changes: Any
-) -> Path:
-    """Gemma4ForCausalLM (text): scaled embeddings, softcap, window 8, full layers with wider heads."""
-    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
-
-    config = Gemma4TextConfig(**_gemma4_settings(layers, hidden, vocab, changes))
-    return _save(Gemma4ForCausalLM, config, folder, seed, "gemma4")
-
-
-def tiny_gemma4_multimodal(
-    folder: Path | str, *, layers: int = 6, hidden: int = 64, vocab: int = 448, seed: int = 0, **changes: Any
-) -> Path:
-    """Gemma4ForConditionalGeneration: the text model inside the multimodal class."""
-    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+def _gemma4_multimodal(layers: int, hidden: int, vocab: int, changes: dict[str, Any]) -> Any:
+    from transformers import Gemma4Config
 
     vision = {
         "hidden_size": 32,
@@ -173,11 +124,111 @@ def tiny_gemma4_multimodal(
         "head_dim": 16,
     }
     text = _gemma4_settings(layers, hidden, vocab, changes)
-    config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
-    names = save_tokenizer(Path(folder), "gemma4", vocab).get_vocab()
-    for role, token in GEMMA4_MEDIA.items():
-        setattr(config, f"{role}_token_id", names[token])
-    return _save(Gemma4ForConditionalGeneration, config, folder, seed, "gemma4")
+    return Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+
+
+CONFIGS: dict[str, tuple[str, Callable[[int, int, int, dict[str, Any]], Any]]] = {
+    "llama": ("LlamaForCausalLM", _llama),
+    "llama3": ("LlamaForCausalLM", _llama3),
+    "qwen2": ("Qwen2ForCausalLM", _qwen2),
+    "qwen3": ("Qwen3ForCausalLM", _qwen3),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
+    "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
+    "gemma4": ("Gemma4ForCausalLM", _gemma4),
+    "gemma4_multimodal": ("Gemma4ForConditionalGeneration", _gemma4_multimodal),
+}
+"""Each twin's class of transformers, and what makes its config from layers, hidden size, rows and changes."""
+
+
+def config_of(kind: str, layers: int, hidden: int, vocab: int, **changes: Any) -> Any:
+    """The config of a twin, without weights. changes: any key of it."""
+    class_name, make = CONFIGS[kind]
+    config = make(layers, hidden, vocab, changes)
+    config.architectures = [class_name]
+    return config
+
+
+def tiny(
+    kind: str,
+    folder: Path | str,
+    *,
+    layers: int = 4,
+    hidden: int = 64,
+    vocab: int = 320,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """Writes the twin `kind` into `folder` with wide random weights and its family's tokenizer.
+
+    Args:
+        kind: a key of CONFIGS.
+        folder: receives config.json, generation_config.json, safetensors, tokenizer and chat template.
+        vocab: rows of the table; at least the tokenizer's.
+        changes: any key of the config.
+    """
+    import transformers
+
+    folder = Path(folder)
+    config = config_of(kind, layers, hidden, vocab, **changes)
+    text = config.get_text_config()
+    tokenizer = save_tokenizer(folder, TOKENIZERS[kind], text.vocab_size)
+    for role in ("bos", "eos", "pad"):
+        setattr(text, f"{role}_token_id", getattr(tokenizer, f"{role}_token_id"))
+    if kind == "gemma4_multimodal":
+        for role, token in GEMMA4_MEDIA.items():
+            setattr(config, f"{role}_token_id", tokenizer.get_vocab()[token])
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = getattr(transformers, CONFIGS[kind][0])(config)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.data.uniform_(0.5, 1.5)
+    ends = tokenizer.convert_tokens_to_ids(list(SHAPES[TOKENIZERS[kind]].ends))
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.bos_token_id = tokenizer.bos_token_id
+    model.save_pretrained(folder)
+    return folder
+
+
+def tiny_llama(folder: Path | str, **settings: Any) -> Path:
+    """LlamaForCausalLM with tied embeddings, as SmolLM2. settings: those of `tiny`, for all of these."""
+    return tiny("llama", folder, **{"vocab": 256, **settings})
+
+
+def tiny_llama3(folder: Path | str, **settings: Any) -> Path:
+    """LlamaForCausalLM as Llama 3.1: RoPE of its own kind, a head of its own, three end tokens."""
+    return tiny("llama3", folder, **settings)
+
+
+def tiny_qwen2(folder: Path | str, **settings: Any) -> Path:
+    """Qwen2ForCausalLM: biases on q, k and v; its config has no head_dim."""
+    return tiny("qwen2", folder, **settings)
+
+
+def tiny_qwen3(folder: Path | str, **settings: Any) -> Path:
+    """Qwen3ForCausalLM: norms on q and k."""
+    return tiny("qwen3", folder, **settings)
+
+
+def tiny_qwen3_moe(folder: Path | str, **settings: Any) -> Path:
+    """Qwen3MoeForCausalLM: 4 experts, 2 at a time."""
+    return tiny("qwen3_moe", folder, **settings)
+
+
+def tiny_gpt_oss(folder: Path | str, **settings: Any) -> Path:
+    """GptOssForCausalLM: experts, attention sinks, window 8 on every other layer, YaRN."""
+    return tiny("gpt_oss", folder, **settings)
+
+
+def tiny_gemma4(folder: Path | str, **settings: Any) -> Path:
+    """Gemma4ForCausalLM (text): scaled embeddings, softcap, window 8, full layers with wider heads."""
+    return tiny("gemma4", folder, **{"layers": 6, "vocab": 448, **settings})
+
+
+def tiny_gemma4_multimodal(folder: Path | str, **settings: Any) -> Path:
+    """Gemma4ForConditionalGeneration: the text model inside the multimodal class."""
+    return tiny("gemma4_multimodal", folder, **{"layers": 6, "vocab": 448, **settings})
 
 
 TWINS = {
