@@ -33,10 +33,10 @@ class Change(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """A file of built-in prompts that the rehearsal reads: `count` of them from the number `first` on."""
+    """A file of built-in prompts that the rehearsal reads: `rows` of them from the number `first` on."""
 
     path: Path
-    count: int
+    rows: int
     first: int
 
 

@@ -41,7 +41,7 @@ def rehearse(recipe_path: str, overrides: Sequence[str], console: Console) -> Pa
     twin_recipe = Recipe.model_validate(rehearsal.values)
     rehearsal.twin.write(room / "target")
     for file in rehearsal.prompts:
-        write_prompts(file.path, file.count, file.first)
+        write_prompts(file.path, file.rows, file.first)
     write_text(
         path,
         f"# A rehearsal of {recipe_path} with a random twin of its target.\n"
