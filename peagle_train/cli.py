@@ -256,6 +256,31 @@ def run(
 
 
 @app.command(
+    short_help="look for everything that can be wrong",
+    help="Look for everything that can be wrong with a recipe here, before hours are spent on it.\n\n"
+    "\b\nReads:    the recipe, its target (weights once), a handful of its prompts\n"
+    "Writes:   nothing; it works in a temporary folder\n"
+    "Example:  peagle doctor smollm2\n"
+    "          peagle doctor gpt-oss-20b --no-weights   (on a laptop)\n"
+    "Then:     peagle run RECIPE\n\n"
+    "One line a finding: ok, warning or failure, with the cure. A failure keeps only those checks from "
+    "running that need what failed, and makes the exit code 1.",
+)
+def doctor(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    no_weights: Annotated[
+        bool, typer.Option("--no-weights", help="only what needs no weights of the target")
+    ] = False,
+) -> None:
+    from peagle_train.doctor.examine import examine
+
+    found = examine(recipe, overrides or (), Console(), weights=not no_weights)
+    if any(line.level == "failure" for _, line in found):
+        raise typer.Exit(1)
+
+
+@app.command(
     short_help="make a random twin of the target",
     help="Make a tiny random model of the target's class, with its family's tokenizer and chat format.\n\n"
     "\b\nReads:    target, head.layers of the recipe; of the target its config at most\n"
