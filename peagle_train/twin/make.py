@@ -24,7 +24,7 @@ WINDOW = 8
 _FEWEST_LAYERS = 8  # vLLM's rule for aux layers, 2, L // 2, L - 3, repeats layers below that
 _MOST_LAYERS = 48
 _MANIFEST = "peagle_twin.json"
-_VERSION = 1
+_VERSION = 2
 
 # Class -> twin. A Llama of version 3 is told by its RoPE.
 _KINDS = {
@@ -112,6 +112,7 @@ class Twin:
                 hidden=self.hidden,
                 vocab=self.rows,
                 seed=self.seed,
+                reticent=True,
                 **self._changes(),
             )
             write_json(temporary / _MANIFEST, made_from)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from peagle_train.target.tokens import is_reserve, special_tokens
 from peagle_train.twin.tokenizers import GEMMA4_MEDIA, SHAPES, save_tokenizer
 
 
@@ -156,6 +157,7 @@ def tiny(
     hidden: int = 64,
     vocab: int = 320,
     seed: int = 0,
+    reticent: bool = False,
     **changes: Any,
 ) -> Path:
     """Writes the twin `kind` into `folder` with wide random weights and its family's tokenizer.
@@ -164,6 +166,8 @@ def tiny(
         kind: a key of CONFIGS.
         folder: receives config.json, generation_config.json, safetensors, tokenizer and chat template.
         vocab: rows of the table; at least the tokenizer's.
+        reticent: it does not say what no text holds, tokens in reserve and rows without one: training leaves
+            them unlikely, and chance would make a mask token of a twin's data now and then.
         changes: any key of the config.
     """
     import transformers
@@ -183,12 +187,19 @@ def tiny(
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.data.uniform_(0.5, 1.5)
+        if reticent:
+            model.get_output_embeddings().weight.data[_unsaid(tokenizer, text.vocab_size)] *= 0.05
     ends = tokenizer.convert_tokens_to_ids(list(SHAPES[TOKENIZERS[kind]].ends))
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.generation_config.bos_token_id = tokenizer.bos_token_id
     model.save_pretrained(folder)
     return folder
+
+
+def _unsaid(tokenizer: Any, vocab: int) -> list[int]:
+    reserve = {id for id, token in special_tokens(tokenizer).items() if is_reserve(token)}
+    return sorted(reserve | (set(range(vocab)) - set(tokenizer.get_vocab().values())))
 
 
 def tiny_llama(folder: Path | str, **settings: Any) -> Path:

@@ -17,8 +17,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "data.date": "2025-06-28",
         "data.turns": "each",
+        "data.template_variables": {"reasoning_effort": "low"},
         "data.sampling": [
-            {"weight": 2, "template_variables": {"reasoning_effort": "low"}},
+            {"weight": 2},
             {"weight": 1, "temperature": 1.0, "template_variables": {"reasoning_effort": "high"}},
         ],
     },
