@@ -14,23 +14,36 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime
 from typing import Any
 
 from jinja2 import TemplateError
 
 from data_prep.prompts import Candidates, Message, prove_disjoint
+from data_prep.prompts.collect import CONTAMINATED
 from peagle_train.errors import PeagleError
 from peagle_train.target.tokens import control_texts
 
 TOO_LONG = "too long"  # more than data.max_prompt_tokens
+TOO_SHORT = "too short"  # fewer than data.min_prompt_tokens
 CONTROL = "control token"  # spelled in the text of a turn
 REPEATS = "repeats"  # the same text stands earlier in the set
+ELSEWHERE = "in another set"  # held-out prompts are not trained on, whatever files they come from
+REFUSED = "refused by the template"
 
 _CLOCK = r"""strftime_now\(\s*('[^']*'|"[^"]*")\s*\)"""
 _KEYS_FOR = {"strftime_now": "; set data.date", "messages": "; set data.system_prompt, or write the turns"}
+
+
+_LATER = ("validation", "train")
+_NO_DAY = "data.date=YYYY-MM-DD"
+
+
+class RefusedTurnsError(PeagleError):
+    """The target's chat template does not take these turns."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,8 @@ class ChatRenderer:
                 **self._variables,
             )
         except TemplateError as error:
-            raise PeagleError(
+            kind = PeagleError if _NO_DAY in str(error) else RefusedTurnsError
+            raise kind(
                 f"target {self._tokenizer.name_or_path}: its chat template refuses turns of "
                 f"{', '.join(turn['role'] for turn in turns)}: {error}"
             ) from error
@@ -105,39 +119,77 @@ class ChatRenderer:
 
 
 def render_sets(
-    renderer: ChatRenderer, sets: dict[str, Candidates], max_prompt_tokens: int
+    renderer: ChatRenderer, sets: dict[str, list[Candidates]], *, shortest: int, longest: int
 ) -> tuple[list[Rendered], dict[str, dict[str, int]]]:
-    """The first `count` prompts of each set that can be asked, numbered through all sets.
+    """The first `count` prompts of each part that can be asked, numbered through all sets.
 
-    Also what was passed over, by set and reason. A set may end up with fewer than its count.
-    Raises PeagleError if a set loses all of its prompts, or if two sets share one.
+    Also what was passed over, by set and reason. A text that several sets have goes to the held-out one, then
+    to validation: nothing that is measured is trained on. A part may end up with fewer than its count.
+    Raises PeagleError if a set loses all of its prompts.
     """
-    rows: list[Rendered] = []
+    owner: dict[str, str] = {}
+    chosen: dict[str, list[Rendered]] = {}
     left_out: dict[str, dict[str, int]] = {}
-    for name, candidates in sets.items():
-        before, reasons = len(rows), {TOO_LONG: 0, CONTROL: 0, REPEATS: candidates.repeats}
-        for prompt in candidates.prompts:
-            if len(rows) - before == candidates.count:
-                break
-            if renderer.spells_control_token(prompt.messages):
-                reasons[CONTROL] += 1
-                continue
-            ids = renderer.render(prompt.messages)
-            if len(ids) > max_prompt_tokens:
-                reasons[TOO_LONG] += 1
-                continue
-            rows.append(Rendered(len(rows), name, prompt.id, prompt.text, ids))
+    for name in [*(name for name in sets if name not in _LATER), *_LATER]:
+        if name not in sets:
+            continue
+        reasons: Counter[str] = Counter()
+        chosen[name] = []
+        for part in sets[name]:
+            reasons[REPEATS] += part.repeats
+            reasons[CONTAMINATED] += part.contaminated
+            taken = _take(renderer, part, name, owner, reasons, shortest=shortest, longest=longest)
+            chosen[name] += taken
         left_out[name] = {reason: count for reason, count in reasons.items() if count}
-        if len(rows) == before:
-            why = ", ".join(f"{count} {reason}" for reason, count in left_out[name].items())
-            cure = "choose other prompts"
-            if reasons[TOO_LONG]:
-                cure = f"raise data.max_prompt_tokens (now {max_prompt_tokens}) or {cure}"
-            raise PeagleError(
-                f"set {name!r}: none of its {len(candidates.prompts)} prompts is left ({why}); {cure}"
-            )
+        if not chosen[name]:
+            raise _nothing_left(name, sets[name], left_out[name], longest)
+    rows = [row for name in sets for row in chosen[name]]
+    rows = [replace(row, row=number) for number, row in enumerate(rows)]
     prove_disjoint((row.set, row.id, row.text) for row in rows)
-    return rows, left_out
+    return rows, {name: left_out[name] for name in sets}
+
+
+def _take(
+    renderer: ChatRenderer,
+    part: Candidates,
+    name: str,
+    owner: dict[str, str],
+    reasons: Counter[str],
+    *,
+    shortest: int,
+    longest: int,
+) -> list[Rendered]:
+    """The first `count` prompts of a part that can be asked; `owner` says which set has a text."""
+    taken: list[Rendered] = []
+    for prompt in part.prompts:
+        if len(taken) == part.count:
+            break
+        if prompt.text in owner:
+            reasons[REPEATS if owner[prompt.text] == name else ELSEWHERE] += 1
+            continue
+        if renderer.spells_control_token(prompt.messages):
+            reasons[CONTROL] += 1
+            continue
+        try:
+            ids = renderer.render(prompt.messages)
+        except RefusedTurnsError:
+            reasons[REFUSED] += 1
+            continue
+        if not shortest <= len(ids) <= longest:
+            reasons[TOO_LONG if len(ids) > longest else TOO_SHORT] += 1
+            continue
+        owner[prompt.text] = name
+        taken.append(Rendered(0, name, prompt.id, prompt.text, ids))
+    return taken
+
+
+def _nothing_left(name: str, parts: list[Candidates], left_out: dict[str, int], longest: int) -> PeagleError:
+    why = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+    cure = "choose other prompts"
+    if TOO_LONG in left_out:
+        cure = f"raise data.max_prompt_tokens (now {longest}) or {cure}"
+    number = sum(len(part.prompts) for part in parts)
+    return PeagleError(f"set {name!r}: none of its {number} prompts is left ({why}); {cure}")
 
 
 def _told_the_day(template: str, day: date | None) -> str:
@@ -156,7 +208,7 @@ def _told_the_day(template: str, day: date | None) -> str:
         told = {format: datetime(day.year, day.month, day.day).strftime(format) for format in formats}
     unknown = (
         "it asks for today's date, which would change the rows from day to day; name the day in the recipe: "
-        "data.date=YYYY-MM-DD"
+        f"{_NO_DAY}"
         if day is None
         else "it asks for the date in a format that does not stand in the template; mend the template"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 
@@ -28,6 +29,8 @@ def extract(run: Run, console: Console) -> StageResult:
     """
     prepared = require(run, "prepare")
     parts = extract_parts(run, prepared)
+    if run.recipe.states.mode != "stored":
+        return _made_while_training(run, parts, console)
     done = finished(run.states_dir, parts, console)
     if done is not None:
         rows = len(StateStore(run.states_dir))  # raises if a shard is missing or cut short
@@ -71,3 +74,12 @@ def extract(run: Run, console: Console) -> StageResult:
     writer.seal()
     rows = len(StateStore(run.states_dir, expected=plan.fingerprint))
     return seal(run.states_dir, parts, time.monotonic() - started, f"states of {rows} rows{rate}")
+
+
+def _made_while_training(run: Run, parts: dict[str, Any], console: Console) -> StageResult:
+    """Nothing is stored; the record says what the training's states will be made from."""
+    done = finished(run.states_dir, parts, console)
+    if done is not None:
+        return done
+    begin(run.states_dir, parts, console)
+    return seal(run.states_dir, parts, 0.0, f"states.mode {run.recipe.states.mode}: made beside training")

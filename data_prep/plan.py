@@ -48,6 +48,8 @@ def extract_parts(run: Run, prepare_fingerprint: str) -> dict[str, Any]:
         "prepare": prepare_fingerprint,
         "head.aux_layers": list(run.recipe.head.aux_layers),
         "states.dtype": run.recipe.states.dtype,
+        # What states made beside training are made from: nothing is stored, so nothing else can be stale.
+        **({"states.mode": run.recipe.states.mode} if run.recipe.states.mode != "stored" else {}),
     }
 
 

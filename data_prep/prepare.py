@@ -24,7 +24,8 @@ from data_prep.plan import (
     states_plan,
     target_folder,
 )
-from data_prep.prompts import collect
+from data_prep.prompts import Rejects, collect
+from data_prep.prompts.rejects import FILE
 from data_prep.workers import Work, run_jobs, split_job
 from peagle_train.files import fingerprint, remove_leftovers
 from peagle_train.run import Run
@@ -45,9 +46,9 @@ def prepare(run: Run, console: Console) -> StageResult:
     if done is not None:
         return done
     started = time.monotonic()
-    rows, left_out = _rows(run, folder)
+    rows, left_out = _rows(run, folder, console)
     batches = even_batches(rows, run.recipe.data.batch_size)
-    keep = run.recipe.states.keep_while_answering
+    keep = run.recipe.states.keep_while_answering and run.recipe.states.mode == "stored"
     of_states = extract_parts(run, fingerprint(parts))
     plan: StatesPlan | None = None
 
@@ -94,13 +95,20 @@ def report(counts: dict[str, SetCounts], left_out: dict[str, dict[str, int]], co
     )
 
 
-def _rows(run: Run, folder: Path) -> tuple[list[Rendered], dict[str, dict[str, int]]]:
+def _rows(run: Run, folder: Path, console: Console) -> tuple[list[Rendered], dict[str, dict[str, int]]]:
     from transformers import AutoTokenizer
 
     data, trust = run.recipe.data, run.recipe.target.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
     renderer = ChatRenderer(tokenizer, data.system_prompt, data.template_variables, data.day)
-    rows, left_out = render_sets(renderer, collect(data), data.max_prompt_tokens)
+    rejects = Rejects(run.answers_dir.with_name(FILE), data.max_rejects)
+    candidates = collect(data, rejects)
+    rejects.close()
+    if rejects.total:
+        console.print(f"{rejects.total:,} bad rows are left out; they are quoted in {rejects.path}")
+    rows, left_out = render_sets(
+        renderer, candidates, shortest=data.min_prompt_tokens, longest=data.max_prompt_tokens
+    )
     mask_token = run.recipe.head.mask_token
     if mask_token is not None:
         # Training needs it, but a bad one should cost seconds, not the hours of answering.

@@ -399,6 +399,18 @@ def check(
 
 
 @app.command(
+    short_help="list the data sets with names",
+    help="List what `source` of a prompt set may say: data sets by name, and what each is good for.\n\n"
+    "\b\nReads:    nothing\nWrites:   nothing\nExample:  peagle sources\n"
+    "Then:     data.train: {source: ultrachat, split: train, count: 10000} in a recipe",
+)
+def sources() -> None:
+    from peagle_train.pipeline import resolve
+
+    resolve("data_prep.prompts.presets:print_table")(Console())
+
+
+@app.command(
     short_help="explain every key; or check a recipe",
     help="Explain every key of a recipe with type, default and meaning; or check the recipe given.\n\n"
     "\b\nReads:    RECIPE, and its target's config\n"

@@ -48,6 +48,14 @@ STAGES = (
 )
 
 
+STATES = {
+    "stored": "peagle_train.store.source:open_stored",
+    "bounded": "data_prep.bounded:open_bounded",
+    "online": "data_prep.online:open_online",
+}
+"""Where the rows of a training come from, by `states.mode`."""
+
+
 def resolve(dotted: str) -> Callable[..., Any]:
     """The function that `module:function` names."""
     module, _, name = dotted.partition(":")
@@ -66,9 +74,17 @@ def run_stage(run: Run, name: str, console: Console, **options: Any) -> StageRes
     stage = next(stage for stage in STAGES if stage.name == name)
     for need in stage.needs:
         require(run, need)
+    if name in ("train", "evaluate"):
+        options["open_states"] = states_of(run, name)
     result: StageResult = resolve(stage.function)(run, console, **options)
     _say(console, f"{name}: skipped, {result.message}" if result.skipped else f"{name}: {result.message}")
     return result
+
+
+def states_of(run: Run, stage: str) -> Callable[..., Any]:
+    """What opens the states that a stage reads; an evaluation has the target in it and needs no producer."""
+    mode = run.recipe.states.mode
+    return resolve(STATES["online" if stage == "evaluate" and mode == "bounded" else mode])
 
 
 def next_command(run: Run, name: str) -> str:
@@ -143,7 +159,7 @@ def evaluate_other(run: Run, head_dir: Path, console: Console) -> StageResult:
     """Measures any head on the run's held-out states; the run's own evaluation stays as it is."""
     from peagle_train.evaluation.stage import evaluate_head
 
-    result = evaluate_head(run, head_dir, console)
+    result = evaluate_head(run, head_dir, console, open_states=states_of(run, "evaluate"))
     _say(console, f"evaluate: {'skipped, ' if result.skipped else ''}{result.message}")
     return result
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,10 +24,13 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
         ) from error
 
 
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads all tensors of `path`. Raises CorruptError if it is no safetensors file."""
+def load_tensors(path: Path, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Reads the tensors of `path`, all or those named. Raises CorruptError if it has none, or not those."""
     try:
-        return load_file(str(path))
+        if names is None:
+            return load_file(str(path))
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise CorruptError(
             f"{path}: not readable as safetensors ({error}); move it away and run the command again"

@@ -71,7 +71,7 @@ def extract(run: Run, console: Console) -> StageResult:
     return _small_stage(run, console, "extract", 2.0, {"prepare": require(run, "prepare")})
 
 
-def train(run: Run, console: Console, *, anew: bool = False) -> StageResult:
+def train(run: Run, console: Console, *, anew: bool = False, open_states: Any = None) -> StageResult:
     parts = {"extract": require(run, "extract"), "train.steps": run.recipe.train.steps}
     return _small_stage(run, console, "train", 3.0, parts)
 
@@ -81,7 +81,7 @@ def export(run: Run, console: Console) -> StageResult:
     return _small_stage(run, console, "export", 4.0, parts)
 
 
-def evaluate(run: Run, console: Console) -> StageResult:
+def evaluate(run: Run, console: Console, *, open_states: Any = None) -> StageResult:
     parts = {"export": require(run, "export"), "evaluate.k": run.recipe.evaluate.k}
     return _small_stage(run, console, "evaluate", 5.0, parts)
 

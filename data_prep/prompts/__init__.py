@@ -1,14 +1,23 @@
-"""Prompts: what the target is asked. A source is a name here or the path of a JSONL file.
+"""Prompts: what the target is asked.
 
-    stdlib       requests made from Python's standard library, split by module     prompts/stdlib.py
-    humaneval    the 164 HumanEval problems, for reporting only                     prompts/humaneval.py
-    PATH.jsonl   rows with `prompt` or `messages`                                    prompts/jsonl.py
-
-`load` gives the candidates of one set, `collect` those of all sets of a run; `prove_disjoint` looks at
-those that were taken.
+rows.py           rows of files, wherever they lie        hub.py      rows of the Hub
+shapes.py         from a row to a prompt                  presets.py  data sets by name
+stdlib.py         requests made from Python's library     humaneval.py
+rejects.py        bad rows                                contamination.py
+collect.py        the candidates of every set
 """
 
-from data_prep.prompts.base import Message, Prompt
-from data_prep.prompts.collect import Candidates, collect, load, prove_disjoint, sources_fingerprint
+from data_prep.prompts.base import Answered, Message, Prompt
+from data_prep.prompts.collect import Candidates, collect, prove_disjoint, sources_fingerprint
+from data_prep.prompts.rejects import Rejects
 
-__all__ = ["Candidates", "Message", "Prompt", "collect", "load", "prove_disjoint", "sources_fingerprint"]
+__all__ = [
+    "Answered",
+    "Candidates",
+    "Message",
+    "Prompt",
+    "Rejects",
+    "collect",
+    "prove_disjoint",
+    "sources_fingerprint",
+]

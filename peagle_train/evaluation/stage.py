@@ -11,6 +11,7 @@ footnote. Reads states/ and head/, writes evaluation/results.json.
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from peagle_train.recipe.schema import Recipe
 from peagle_train.run import FOLDERS, Run
 from peagle_train.stages import StageResult, begin, finished, require, seal
 from peagle_train.store.documents import Documents
-from peagle_train.store.states import StateStore
+from peagle_train.store.source import OpenStates, StatesSource, open_stored
 from peagle_train.summary import RESULTS, print_acceptance, read_results
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
@@ -47,7 +48,7 @@ FORMAT = "peagle-evaluation-1"
 ROWS_AT_ONCE = 8
 
 
-def evaluate(run: Run, console: Console) -> StageResult:
+def evaluate(run: Run, console: Console, *, open_states: OpenStates = open_stored) -> StageResult:
     """Measures the exported head of a run on its held-out sets.
 
     Raises:
@@ -65,10 +66,12 @@ def evaluate(run: Run, console: Console) -> StageResult:
     done = finished(directory, parts, console)
     if done is not None:
         return done
-    return _measured_into(directory, parts, run, run.head_dir, console)
+    return _measured_into(directory, parts, run, run.head_dir, console, open_states)
 
 
-def evaluate_head(run: Run, head_dir: Path, console: Console) -> StageResult:
+def evaluate_head(
+    run: Run, head_dir: Path, console: Console, *, open_states: OpenStates = open_stored
+) -> StageResult:
     """Measures any head directory on the states of a run; the run's own head and results stay as they are.
 
     Reads states/ and the head, writes evaluation-NAME-SHA/results.json in the run's folder.
@@ -88,12 +91,11 @@ def evaluate_head(run: Run, head_dir: Path, console: Console) -> StageResult:
         raise PeagleError(
             f"{error}\nIf another program wrote this head, bring it in first: {cure}"
         ) from error
-    store = StateStore(run.states_dir, expected=extract)
-    if list(report.config.aux_layers) != store.aux_layers:
+    if list(report.config.aux_layers) != run.recipe.head.aux_layers:
         layers = ",".join(map(str, report.config.aux_layers))
         raise PeagleError(
-            f"{head_dir}: reads the layers [{layers}]; expected {store.aux_layers}, whose states "
-            f"{run.states_dir} holds; for those of this head add `head.aux_layers=[{layers}] name=ANOTHER` "
+            f"{head_dir}: reads the layers [{layers}]; expected {run.recipe.head.aux_layers}, whose states "
+            f"this run has; for those of this head add `head.aux_layers=[{layers}] name=ANOTHER` "
             "to peagle prepare, extract and evaluate"
         )
     parts: dict[str, Any] = {
@@ -106,13 +108,20 @@ def evaluate_head(run: Run, head_dir: Path, console: Console) -> StageResult:
     }
     name = f"{FOLDERS['evaluate']}-{head_dir.resolve().name}-{report.weights_sha256[:8]}"
     directory = run.directory / name
-    result = finished(directory, parts, console) or _measured_into(directory, parts, run, head_dir, console)
+    result = finished(directory, parts, console) or _measured_into(
+        directory, parts, run, head_dir, console, open_states
+    )
     print_acceptance(read_results(directory / RESULTS), recipe.evaluate.k, console)
     return result if result.skipped else replace(result, message=f"{directory}: {result.message}")
 
 
 def _measured_into(
-    directory: Path, parts: dict[str, Any], run: Run, head_dir: Path, console: Console
+    directory: Path,
+    parts: dict[str, Any],
+    run: Run,
+    head_dir: Path,
+    console: Console,
+    open_states: OpenStates,
 ) -> StageResult:
     """Measures a head on the run's states, and leaves the results in `directory`."""
     k = run.recipe.evaluate.k
@@ -120,14 +129,14 @@ def _measured_into(
     start = time.monotonic()
     target = _target(run, console)
     head = read_head(head_dir, shared_embeddings=target.embedding_table().cpu())
-    store = StateStore(run.states_dir, expected=parts["extract"])
-    sets = measure(head, target, store, run.recipe, console)
+    with closing(open_states(run, parts["extract"], console, target)) as store:
+        sets = measure(head, target, store, run.recipe, console)
     write_json(directory / RESULTS, {"k": k, "near_tie": NEAR_TIE, "sets": sets})
     return seal(directory, parts, time.monotonic() - start, _lengths(sets, k))
 
 
 def measure(
-    head: DrafterHead, target: Target, store: StateStore, recipe: Recipe, console: Console
+    head: DrafterHead, target: Target, store: StatesSource, recipe: Recipe, console: Console
 ) -> dict[str, Any]:
     """Offline and loop figures of a head by held-out set, as results.json keeps them."""
     head = head.to(device=target.device, dtype=target.dtype).eval()
@@ -140,10 +149,11 @@ def measure(
             counts: dict[int, Acceptance] = {}
             for i in range(0, len(rows), ROWS_AT_ONCE):
                 chunk = rows[i : i + ROWS_AT_ONCE]
+                store.upcoming(chunk)
                 measured = offline_acceptance(head, [documents.full(r) for r in chunk], recipe.evaluate.k)
                 counts.update(zip(chunk, measured, strict=True))
                 progress.advance(task, len(chunk))
-            looped = rows[: recipe.evaluate.loop_prompts]
+            looped = [row for row in rows if _one_turn(store, row)][: recipe.evaluate.loop_prompts]
             task = progress.add_task(f"{name}, loop", total=len(looped))
             loop = LoopResult(recipe.evaluate.k)
             for row in looped:
@@ -204,11 +214,16 @@ class LoopResult:
         }
 
 
+def _one_turn(store: StatesSource, row: int) -> bool:
+    """Whether all that follows the prompt was generated in one go: what the loop can make again."""
+    return bool(store.loss_mask(row)[store.info_of(row).prompt_length :].all())
+
+
 def _one_loop(
-    target: Target, head: DrafterHead, store: StateStore, row_index: int, k: int, offline: Acceptance
+    target: Target, head: DrafterHead, store: StatesSource, row_index: int, k: int, offline: Acceptance
 ) -> OneLoop:
-    row = store.read(row_index)
-    prompt, stored = row.token_ids[: row.prompt_length].tolist(), row.token_ids[row.prompt_length :].tolist()
+    row, ids = store.info_of(row_index), store.token_ids(row_index)
+    prompt, stored = ids[: row.prompt_length].tolist(), ids[row.prompt_length :].tolist()
     spoken = speculate(target, head, prompt, k, len(stored))
     different = first_difference(spoken.token_ids, stored)
     near_tie = different is not None and gap_after(target, [*prompt, *stored[:different]]) < NEAR_TIE

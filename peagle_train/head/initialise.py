@@ -8,15 +8,27 @@ the target's. At random: everything but the embedding table, which the paper cop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from peagle_train.head.model import DrafterHead
 
 _WIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 """Layer 0's matrices that read [embedding; state], 2H."""
+
+
+COPIED = frozenset(
+    [
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        *(f"self_attn.{part}_proj.{kind}" for part in "qkvo" for kind in ("weight", "bias")),
+        *(f"self_attn.{part}_norm.weight" for part in "qk"),
+        *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    ]
+)
+"""Parameters of a target's decoder layer that a head's layer may have too, by their names in both."""
 
 
 @torch.no_grad()
@@ -44,7 +56,7 @@ def initialise_from_target(
     embeddings: Tensor,
     output_rows: Tensor,
     final_norm: Tensor,
-    layers: Sequence[nn.Module],
+    layers: Sequence[Mapping[str, Tensor]],
     mean_aux: Tensor,
     seed: int,
 ) -> list[str]:
@@ -54,7 +66,7 @@ def initialise_from_target(
         embeddings: [V, H] the target's table, unscaled.
         output_rows: [DV, H] the target's output rows for the draft vocabulary, in its order.
         final_norm: [H] weight of the target's final norm.
-        layers: the target's decoder layers, in order; the last `num_layers` are copied.
+        layers: parameters of the target's last `num_layers` decoder layers, in order.
         mean_aux: [A*TH] mean of the concatenated aux states over the training rows.
         seed: for what cannot be copied.
 
@@ -75,8 +87,7 @@ def initialise_from_target(
         head.mask_hidden.copy_(mean_aux.view_as(head.mask_hidden))
     _copy(head.lm_head.weight, output_rows, "lm_head.weight", left)
     _copy(head.norm.weight, final_norm, "norm.weight", left)
-    for index, (mine, theirs) in enumerate(zip(head.blocks, layers[-config.num_layers :], strict=True)):
-        source = dict(theirs.named_parameters())
+    for index, (mine, theirs) in enumerate(zip(head.blocks, layers, strict=True)):
         for name, parameter in mine.named_parameters():
             if name in ("input_layernorm.weight", "hidden_norm.weight") and index == 0:
                 continue
@@ -84,13 +95,13 @@ def initialise_from_target(
             if index == 0 and name in _WIDE:
                 # The wide layer: embeddings first, states second.
                 parameter[:, : config.hidden_size].zero_()
-                _copy(parameter[:, config.hidden_size :], source.get(name), full, left)
+                _copy(parameter[:, config.hidden_size :], theirs.get(name), full, left)
             else:
-                _copy(parameter, source.get(name), full, left)
+                _copy(parameter, theirs.get(name), full, left)
         if index == 0:
             _copy(
                 mine.hidden_norm.weight,
-                source.get("input_layernorm.weight"),
+                theirs.get("input_layernorm.weight"),
                 "layers.0.hidden_norm.weight",
                 left,
             )

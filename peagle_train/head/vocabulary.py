@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
+
+ROWS_AT_ONCE = 256
+"""Rows whose tokens are counted together."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,9 @@ class DraftVocabulary:
 def count_supervised(rows: Iterable[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
     """How often each token is generated. rows: (token_ids [n], loss_mask [n]). Returns [V] int64."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for token_ids, loss_mask in rows:
-        counts += torch.bincount(token_ids[loss_mask], minlength=vocab_size)
+    generated = (token_ids[loss_mask] for token_ids, loss_mask in rows)
+    while some := list(islice(generated, ROWS_AT_ONCE)):  # a count per row would cost the vocabulary's size
+        counts += torch.bincount(torch.cat(some), minlength=vocab_size)
     return counts
 
 

@@ -211,9 +211,10 @@ def _unseen_prompts_stay_unseen(view: View) -> Iterator[Broken]:
 def _sources(view: View, key: str) -> set[str]:
     """The sources of a prompt set, as paths that can be compared."""
     mix = view.get(f"{key}.mix")
-    if mix is None:
-        return {os.path.normpath(view.get(f"{key}.source"))}
-    return {os.path.normpath(part["source"]) for part in mix}
+    named = [view.get(f"{key}.source")] if mix is None else [part["source"] for part in mix]
+    if None in named:
+        raise Unreadable(key)
+    return {os.path.normpath(source) for source in named}
 
 
 def _a_set_has_sources(view: View) -> Iterator[Broken]:
@@ -240,6 +241,24 @@ def _a_bounded_store_has_a_cap(view: View) -> Iterator[Broken]:
         )
 
 
+def _states_beside_training_are_not_stored(view: View) -> Iterator[Broken]:
+    mode = view.get("states.mode")
+    if mode == "stored":
+        return
+    for key, nothing in (("states.backend", "hf"), ("states.url", None), ("train.skip_bad_rows", False)):
+        try:
+            value = view.get(key)
+        except Unreadable:
+            continue
+        if value != nothing:
+            yield (
+                key,
+                f"found {value} beside states.mode {mode}; "
+                "expected it left out, because it belongs to states stored before training; leave it out or "
+                "write states.mode: stored",
+            )
+
+
 def _an_entity_has_its_tracker(view: View) -> Iterator[Broken]:
     entity = view.get("track.entity")
     if entity is not None and "wandb" not in view.get("track.log_with"):
@@ -255,6 +274,7 @@ _RULES: tuple[Callable[[View], Iterator[Broken]], ...] = (
     _norm_output_has_a_use,
     _a_set_has_sources,
     _a_bounded_store_has_a_cap,
+    _states_beside_training_are_not_stored,
     _an_entity_has_its_tracker,
     _drafts_fit_what_was_trained,
     _warmup_ends,

@@ -9,6 +9,7 @@ only the target can tell (its depth, its vocabulary) in `checks.py`.
 from __future__ import annotations
 
 import datetime
+import re
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -44,8 +45,10 @@ class TargetSection(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="bfloat16", description="in which the target runs; float32 is faster on most CPUs"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: a GPU where there is one"
+    device: Text = Field(
+        default="auto",
+        description="auto: a GPU where there is one; cpu, cuda, or cuda:N; where the target runs beside "
+        "training, process R of a machine has GPU N + R for it",
     )
     trust_remote_code: bool = Field(
         default=False, description="run Python code that comes with the model: only for models you trust"
@@ -55,6 +58,13 @@ class TargetSection(Section):
         description="a target larger than one GPU: its layers dealt out to the GPUs of this machine "
         "(device_map), or every matrix split over the processes of torchrun",
     )
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_known(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+            raise ValueError(f"found the text {device!r}; expected auto, cpu, cuda or cuda:N")
+        return device
 
 
 class SourceKeys(Section):

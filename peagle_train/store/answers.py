@@ -183,15 +183,17 @@ class AnswerStore:
 
     def batches(self) -> list[list[AnswerRow]]:
         """All rows, in the batches in which they were answered."""
-        found = []
+        return list(self.stream())
+
+    def stream(self) -> Iterator[list[AnswerRow]]:
+        """As `batches`, one at a time: no more than one of them is in memory."""
         for entry in self.index["batches"]:
             path = self.directory / entry["file"]
             if not path.is_file():
                 raise CorruptError(f"{path}: missing, though index.json names it; {_cure(self.directory)}")
             if sha256_of(path) != entry["sha256"]:
                 raise CorruptError(f"{path}: differs from its checksum; {_cure(self.directory)}")
-            found.append(_read_batch(path)[1])
-        return found
+            yield _read_batch(path)[1]
 
     def rows(self, set: str | None = None) -> list[AnswerRow]:
         """Rows of one set, or of all, by rising index."""

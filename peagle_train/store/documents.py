@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from peagle_train.head.alignment import trainable_depths
 from peagle_train.head.batch import Document
 from peagle_train.head.sampling import document_generator, full_depths, sample_depths
-from peagle_train.store.states import StateStore
+from peagle_train.store.source import StatesSource
 
 
 class Documents:
     """Documents of a store for K = `positions`."""
 
-    def __init__(self, store: StateStore, positions: int):
+    def __init__(self, store: StatesSource, positions: int):
         self.store, self.positions = store, positions
 
     def sampled(self, row_index: int, epoch: int, *, seed: int, rate: float, floor: float) -> Document:
@@ -30,13 +30,13 @@ class Documents:
         return Document(row.token_ids, row.aux, row.last, kept)
 
 
-def trainable_rows(store: StateStore, set_name: str) -> list[int]:
+def trainable_rows(store: StatesSource, set_name: str) -> list[int]:
     """Rows of a set with at least one trainable chain: a generated token after the first of its turn."""
     rows = [info.row for info in store.info(set_name) if info.supervised > 1]
     return [row for row, slots in zip(rows, slot_counts(store, rows), strict=True) if slots]
 
 
-def slot_counts(store: StateStore, rows: Sequence[int]) -> list[int]:
+def slot_counts(store: StatesSource, rows: Sequence[int]) -> list[int]:
     """Real slots of each row, up to its last trainable anchor (0: none); read without hidden states."""
     anchors = (trainable_depths(store.loss_mask(row)).nonzero() for row in rows)
     return [int(a[-1]) + 1 if len(a) else 0 for a in anchors]

@@ -180,6 +180,19 @@ class NotFiniteError(CorruptError):
         self.fault = fault
 
 
+def require_finite(row: StateRow, where: str) -> StateRow:
+    """The row itself; raises NotFiniteError, naming `where` and tensor, if its states hold NaN or Inf."""
+    for name in ("aux", "last"):
+        states = getattr(row, name)
+        if not all(math.isfinite(value) for value in torch.aminmax(states)):
+            bad = (~torch.isfinite(states)).any(-1).nonzero()[:, 0].tolist()
+            raise NotFiniteError(
+                f"{where} ({row.set} {row.id}): {name} holds NaN or Inf at {len(bad)} of "
+                f"{states.shape[0]} tokens, first at token {bad[0]}"
+            )
+    return row
+
+
 class StateStore:
     """Reads a sealed states store row by row, in any order."""
 
@@ -236,10 +249,14 @@ class StateStore:
         states that hold NaN or Inf.
         """
         info, tensors = self._tensors(row, "token_ids", "loss_mask", "aux", "last")
-        for name in ("aux", "last"):
-            if not all(math.isfinite(value) for value in torch.aminmax(tensors[name])):
-                raise NotFiniteError(self._not_finite(info, name, tensors[name]))
-        return StateRow(row, info.set, info.id, prompt_length=info.prompt_length, **tensors)
+        found = StateRow(row, info.set, info.id, prompt_length=info.prompt_length, **tensors)
+        return require_finite(found, f"{self.directory / info.shard}: row {row}")
+
+    def upcoming(self, rows: Sequence[int]) -> None:
+        """Rows lie ready on the disk: nothing is made ahead."""
+
+    def close(self) -> None:
+        """Nothing is held that would have to be given back."""
 
     def loss_mask(self, row: int) -> Tensor:
         """[n] bool, the loss mask of a row without its states; raises as `read`."""
@@ -284,13 +301,6 @@ class StateStore:
             return info, {name: shard.get_tensor(f"{row:06d}.{name}") for name in names}
         except (SafetensorError, OSError) as error:
             raise CorruptError(f"{path}: damaged: {error}; {_cure(self.directory)}") from error
-
-    def _not_finite(self, info: RowInfo, name: str, states: Tensor) -> str:
-        bad = (~torch.isfinite(states)).any(-1).nonzero()[:, 0].tolist()
-        return (
-            f"{self.directory / info.shard}: row {info.row} ({info.set} {info.id}): {name} holds NaN or Inf "
-            f"at {len(bad)} of {states.shape[0]} tokens, first at token {bad[0]}"
-        )
 
     def _prove(self, file: str) -> None:
         """Compares one shard with its checksum: a reader does so once, when it first opens it."""

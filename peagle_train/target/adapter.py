@@ -254,8 +254,13 @@ class Target:
         return self._norm.weight.detach()
 
     def decoder_layers(self) -> list[nn.Module]:
-        """The L decoder layers in order, for initialising a head from them."""
+        """The L decoder layers in order."""
         return list(self._decoder.layers)
+
+    def last_layers(self, count: int) -> list[dict[str, torch.Tensor]]:
+        """Parameters of the last decoder layers by their names within a layer, to initialise a head from."""
+        layers = self.decoder_layers()
+        return [dict(layer.named_parameters()) for layer in layers[len(layers) - count :]]
 
 
 def _lay_out_for_cpu(decoder: Any) -> None:

@@ -11,6 +11,7 @@ import sys
 from rich.console import Console
 
 from peagle_train.errors import PeagleError
+from peagle_train.pipeline import states_of
 from peagle_train.run import Run
 from peagle_train.training.signals import StoppedError
 from peagle_train.training.stage import train
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> int:
     console = Console(quiet=not main_process)
     try:
         with Run.open(arguments[0], overrides, write=main_process) as run:
-            result = train(run, console, anew=ANEW in arguments)
+            result = train(run, console, anew=ANEW in arguments, open_states=states_of(run, "train"))
     except ElsewhereError as error:
         return error.exit_code  # the process that failed tells why
     except PeagleError as error:

@@ -81,7 +81,7 @@ class Stream:
         self.rows, self.lengths, self.seed = list(rows), dict(zip(rows, lengths, strict=True)), seed
         self.batch_tokens, self.accumulate, self.world = batch_tokens, accumulate, world
         self._ends: list[int] = []  # steps up to the end of every epoch counted so far
-        self._epoch, self._steps = -1, list[list[list[int]]]()
+        self._epochs: dict[int, list[list[list[int]]]] = {}  # this one and the next, which is looked into
 
     @property
     def longest(self) -> int:
@@ -109,15 +109,16 @@ class Stream:
 
     def epoch(self, epoch: int) -> list[list[list[int]]]:
         """Rows of every micro-batch of every step of an epoch, before processes share them."""
-        if epoch != self._epoch:
+        if epoch not in self._epochs:
             generator = document_generator(self.seed, epoch, -1)
             order = _shuffled(self.rows, generator)
             batches = _shuffled(pack_rows(order, self.lengths, self.batch_tokens), generator)
             size = self.accumulate * self.world
             steps = _alike(batches, self.lengths, size)
             whole, rest = [s for s in steps if len(s) == size], [s for s in steps if len(s) < size]
-            self._epoch, self._steps = epoch, _shuffled(whole, generator) + rest
-        return self._steps
+            self._epochs = dict(list(self._epochs.items())[-1:])
+            self._epochs[epoch] = _shuffled(whole, generator) + rest
+        return self._epochs[epoch]
 
     def describe(self) -> str:
         """What packing came to in the first epoch, for people to read."""

@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from peagle_train.errors import PeagleError
-from peagle_train.store.states import StateStore
+from peagle_train.store.source import StatesSource
 from peagle_train.training.together import everywhere
 
 NOT_FINITE = "not finite"
@@ -80,7 +80,7 @@ class Culprits:
 
 
 def culprits(
-    accelerator: Accelerator, rows: Sequence[int], loss_of: Callable[[int], float] | None, store: StateStore
+    accelerator: Accelerator, rows: Sequence[int], loss_of: Callable[[int], float] | None, store: StatesSource
 ) -> Culprits:
     """Looks for the row that a step went wrong by; every process calls it with its own rows.
 

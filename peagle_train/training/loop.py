@@ -42,6 +42,9 @@ from peagle_train.training.signals import StoppedError, StopSignals
 from peagle_train.training.together import on_main
 from peagle_train.training.tracking import Tracking
 
+AHEAD = 8
+"""Steps whose rows the source is told of before they are read."""
+
 
 @dataclass(frozen=True)
 class TrainingSet:
@@ -74,6 +77,7 @@ class Loop:
         self.training, self.head = module, module.head
         self.wrapped = wrap(accelerator, module, section)
         self.standing, self.guard = Standing(), SpikeGuard()
+        self._told = 0  # steps up to which the source of rows was told what comes
         mine = list(data.validation[accelerator.process_index :: accelerator.num_processes])
         lengths = slot_counts(data.documents.store, mine)
         self.validation_batches = in_order(mine, lengths, section.batch_tokens)
@@ -127,6 +131,7 @@ class Loop:
     def _step(self, step: int) -> dict[str, Any]:
         """One optimizer step; returns its record for the log."""
         section, accelerator = self.section, self.accelerator
+        self._announce(step)
         drawn = self.data.stream.step(step, accelerator.process_index)
         batches = [self._pack(draws) for draws in drawn]
         weights = torch.stack([self.training.weight_of(batch).to(accelerator.device) for batch in batches])
@@ -170,6 +175,14 @@ class Loop:
             "tokens": int(tokens),
             **({"spike": spike} if spike else {}),
         }
+
+    def _announce(self, step: int) -> None:
+        """Tells the source of rows what the next steps of this process will read."""
+        last = min(step + AHEAD, self.section.steps)
+        for coming in range(max(step, self._told), last):
+            drawn = self.data.stream.step(coming, self.accelerator.process_index)
+            self.data.documents.store.upcoming([draw.row for draws in drawn for draw in draws])
+        self._told = max(self._told, last)
 
     def _pack(self, draws: Sequence[Draw]) -> PackedBatch | None:
         """A micro-batch, on the CPU; None if there is nothing to do."""

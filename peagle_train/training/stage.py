@@ -11,7 +11,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from peagle_train.errors import PeagleError
 from peagle_train.files import remove_leftovers
 from peagle_train.head.choose import choose_backend
 from peagle_train.head.engine import EngineSettings
+from peagle_train.head.initialise import COPIED
 from peagle_train.head.loss import depth_weights
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, fits, reopen, require, seal, set_aside
 from peagle_train.store.documents import Documents, slot_counts, trainable_rows
+from peagle_train.store.source import OpenStates, StatesSource, open_stored
 from peagle_train.store.states import StateStore
-from peagle_train.target.adapter import Target
+from peagle_train.target.parts import load_parts
 from peagle_train.target.source import obtain
 from peagle_train.target.tokens import end_tokens_of
 from peagle_train.training.checkpoint import last_recorded, require_room_to_train
@@ -63,13 +65,16 @@ A spike that was met is in the log; the cut that `memory` led to is in the check
 """
 
 
-def train(run: Run, console: Console, *, anew: bool = False) -> StageResult:
+def train(
+    run: Run, console: Console, *, anew: bool = False, open_states: OpenStates = open_stored
+) -> StageResult:
     """Trains the head of a run.
 
     Args:
         run: whose states are there.
         console: what is told goes there.
         anew: begin at step 0; what stands in training/ is kept under another name.
+        open_states: opens the source of rows in this process; left out: the store on the disk.
 
     Raises:
         PeagleError: the states are missing, stale or not finite; the loss stopped being finite; the disk is
@@ -101,7 +106,7 @@ def train(run: Run, console: Console, *, anew: bool = False) -> StageResult:
     place = directory if going_on else directory.with_name(f".{directory.name}.new")
     on_main(accelerator, lambda: require_trackers(recipe.track))
     start = time.monotonic()
-    store = StateStore(run.states_dir, expected=states)
+    store = open_states(run, states, console if accelerator.is_main_process else Console(quiet=True))
     rows, validation = (_rows(run, store, name, accelerator, console) for name in ("train", "validation"))
     if not rows or not validation:
         raise PeagleError(
@@ -112,7 +117,7 @@ def train(run: Run, console: Console, *, anew: bool = False) -> StageResult:
     folder = on_main(accelerator, lambda: obtain(recipe.target, console))
     on_main(accelerator, lambda: _check_mask_token(run, folder, store))
     engine = on_main(accelerator, lambda: engine_of(place, accelerator.device))
-    with threads_of(engine), _made_beside(directory, place, accelerator):
+    with closing(store), threads_of(engine), _made_beside(directory, place, accelerator):
         module = _build(run, folder, store, rows, place, accelerator, console)
         stream = Stream(
             rows,
@@ -173,10 +178,10 @@ def _finished(run: Run, parts: dict[str, Any], console: Console) -> StageResult 
     return None
 
 
-def _rows(run: Run, store: StateStore, name: str, accelerator: Accelerator, console: Console) -> list[int]:
+def _rows(run: Run, store: StatesSource, name: str, accelerator: Accelerator, console: Console) -> list[int]:
     """The rows of a set that can be used; without those that are not finite, if the recipe says so."""
     rows = trainable_rows(store, name)
-    if not run.recipe.train.skip_bad_rows:
+    if not run.recipe.train.skip_bad_rows or not isinstance(store, StateStore):
         return rows  # one that is not finite is refused when it is read
     bad = store.not_finite(rows)
     if accelerator.is_main_process:
@@ -194,7 +199,7 @@ def _command(run: Run, accelerator: Accelerator) -> str:
     return run.command_for(verb)
 
 
-def _check_mask_token(run: Run, folder: Path, store: StateStore) -> None:
+def _check_mask_token(run: Run, folder: Path, store: StatesSource) -> None:
     from transformers import AutoTokenizer
 
     trust = run.recipe.target.trust_remote_code
@@ -233,21 +238,22 @@ def _begin(directory: Path, parts: dict[str, Any], place: Path, anew: bool, cons
 def _build(
     run: Run,
     folder: Path,
-    store: StateStore,
+    store: StatesSource,
     rows: list[int],
     place: Path,
     accelerator: Accelerator,
     console: Console,
 ) -> DraftTraining:
-    """The module to train. The target is loaded for its tables and let go: only output rows stay.
+    """The module to train. Of the target only its output rows stay.
 
     place: where the draft vocabulary lies, or is written to.
     """
     recipe = run.recipe
-    target = Target.load(
+    target = load_parts(
         folder,
         dtype=recipe.target.dtype,
-        device="cpu",
+        layers=recipe.head.layers,
+        wanted=COPIED,
         trust_remote_code=recipe.target.trust_remote_code,
     )
     quiet = console if accelerator.is_main_process else Console(quiet=True)

@@ -18,12 +18,15 @@ from peagle_train.head.model import DrafterHead
 from peagle_train.head.vocabulary import choose_draft_vocabulary, count_supervised
 from peagle_train.recipe.head import head_config
 from peagle_train.recipe.schema import Recipe
-from peagle_train.store.states import StateStore
-from peagle_train.target.adapter import Target
+from peagle_train.store.source import StatesSource
 from peagle_train.target.facts import TargetFacts
 from peagle_train.target.mask_token import resolve_mask_token
+from peagle_train.target.parts import TargetParts
 from peagle_train.tensors import load_tensors, save_tensors
 from peagle_train.training.warm_start import read_start, refuse_another
+
+MEAN_ROWS = 512
+"""Rows whose states give the mean state that mask slots start from: a mean needs no terabytes."""
 
 LEAST_COVERAGE = 0.9
 """Below this share of draftable validation tokens the user is warned."""
@@ -38,7 +41,12 @@ class Start:
 
 
 def make_start(
-    recipe: Recipe, target: Target, store: StateStore, rows: list[int], directory: Path, console: Console
+    recipe: Recipe,
+    target: TargetParts,
+    store: StatesSource,
+    rows: list[int],
+    directory: Path,
+    console: Console,
 ) -> Start:
     """Builds the head of a run.
 
@@ -60,8 +68,8 @@ def make_start(
 
 def _fresh(
     recipe: Recipe,
-    target: Target,
-    store: StateStore,
+    target: TargetParts,
+    store: StatesSource,
     counts: Tensor,
     mean_aux: Tensor,
     mask_token_id: int | None,
@@ -80,18 +88,17 @@ def _fresh(
     if section.initialise == "random":
         initialise_randomly(head, embeddings, recipe.seed)
     else:
-        layers = target.decoder_layers()
-        if len(layers) < section.layers:
+        if target.facts.num_layers < section.layers:
             raise PeagleError(
-                f"head.layers: {section.layers} layers cannot start from a target of {len(layers)}; "
-                "use fewer, or `initialise: random`"
+                f"head.layers: {section.layers} layers cannot start from a target of "
+                f"{target.facts.num_layers}; use fewer, or `initialise: random`"
             )
         left = initialise_from_target(
             head,
             embeddings=embeddings,
             output_rows=target.head_table()[token_ids],
             final_norm=target.final_norm_weight(),
-            layers=layers,
+            layers=target.last_layers(section.layers),
             mean_aux=mean_aux,
             seed=recipe.seed,
         )
@@ -103,7 +110,7 @@ def _fresh(
 
 
 def mask_token_of(
-    recipe: Recipe, facts: TargetFacts, tokenizer: Any, end_token_ids: Sequence[int], store: StateStore
+    recipe: Recipe, facts: TargetFacts, tokenizer: Any, end_token_ids: Sequence[int], store: StatesSource
 ) -> int | None:
     """The id of the recipe's mask token; None for a method without one.
 
@@ -117,8 +124,8 @@ def mask_token_of(
 
 def _going_on(
     recipe: Recipe,
-    target: Target,
-    store: StateStore,
+    target: TargetParts,
+    store: StatesSource,
     counts: Tensor,
     mask_token_id: int | None,
     directory: Path,
@@ -134,13 +141,14 @@ def _going_on(
     return Start(head, target.output_head(token_ids))
 
 
-def _survey(store: StateStore, rows: list[int], vocab_size: int) -> tuple[Tensor, Tensor]:
-    """One pass over the rows: supervised counts [V] and the mean aux state [A*TH]."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
+def _survey(store: StatesSource, rows: list[int], vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Supervised counts [V] of all rows, and the mean aux state [A*TH] of some."""
+    counts = count_supervised(((store.token_ids(row), store.loss_mask(row)) for row in rows), vocab_size)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
-    for index in rows:
+    some = rows[:: -(-len(rows) // MEAN_ROWS)]
+    store.upcoming(some)
+    for index in some:
         row = store.read(index)
-        counts += count_supervised([(row.token_ids, row.loss_mask)], vocab_size)
         states = row.aux[row.prompt_length - 1 :]
         total = total + states.double().sum(0)
         tokens += states.shape[0]
@@ -148,7 +156,7 @@ def _survey(store: StateStore, rows: list[int], vocab_size: int) -> tuple[Tensor
 
 
 def _report_coverage(
-    store: StateStore, token_ids: Tensor, vocab_size: int, seen: int, console: Console
+    store: StatesSource, token_ids: Tensor, vocab_size: int, seen: int, console: Console
 ) -> None:
     """Says how much of the validation answers, which did not choose the vocabulary, can be drafted.
 
@@ -172,7 +180,7 @@ def _report_coverage(
 
 def _draft_tokens(
     recipe: Recipe,
-    target: Target,
+    target: TargetParts,
     counts: Tensor,
     mask_token_id: int | None,
     directory: Path,

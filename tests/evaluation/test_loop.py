@@ -46,7 +46,7 @@ def head_for(made: Made, seed: int, layers: int = 1, method: Method = "peagle") 
         embeddings=made.target.embedding_table(),
         output_rows=made.target.head_table(),
         final_norm=made.target.final_norm_weight(),
-        layers=made.target.decoder_layers(),
+        layers=made.target.last_layers(head.config.num_layers),
         mean_aux=made.store.read(0).aux.mean(0),
         seed=seed,
     )

@@ -81,7 +81,7 @@ def test_initialised_from_the_target_it_starts_as_the_targets_continuation() -> 
         embeddings=torch.randn(40, 16),
         output_rows=torch.randn(25, 16),
         final_norm=torch.rand(16),
-        layers=layers,
+        layers=[dict(layer.named_parameters()) for layer in layers[1:]],
         mean_aux=torch.arange(48.0),
         seed=0,
     )
@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_named() -> None:
         embeddings=torch.randn(40, 16),
         output_rows=torch.randn(25, 16),
         final_norm=torch.rand(16),
-        layers=[TargetLayer(16, 8, 24) for _ in range(2)],
+        layers=[dict(TargetLayer(16, 8, 24).named_parameters()) for _ in range(2)],
         mean_aux=torch.zeros(48),
         seed=0,
     )

@@ -539,3 +539,32 @@ def test_every_key_is_explained() -> None:
     unexplained = {section.__name__: leaves(section) for section in sections if section is not Recipe}
     assert not any(unexplained.values()), unexplained
     assert all(section.__doc__ for section in sections)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["data.train.mix=[{source: a.jsonl}]"], ["data.train.source"]),
+        (["data.train.source="], ["data.train.source"]),
+        (["states.mode=bounded"], ["states.cap"]),
+        (["states.cap=1.5"], ["states.cap"]),
+        (
+            ["states.mode=online", "states.url=s3://a/b", "states.backend=vllm", "train.skip_bad_rows=true"],
+            ["states.backend", "states.url", "train.skip_bad_rows"],
+        ),
+        (["target.device=gpu"], ["target.device"]),
+    ],
+)
+def test_sources_and_states_are_one_thing_at_a_time(
+    recipe_file: Path, overrides: list[str], keys: list[str]
+) -> None:
+    faults = faults_of(recipe_file, *overrides)
+    assert [fault.split(": ")[1] for fault in faults] == keys
+    assert all("expected" in fault for fault in faults)
+
+
+def test_two_sets_of_one_mix_share_no_source(recipe_file: Path) -> None:
+    mix = "data.train={mix: [{source: a.jsonl}, {source: b.jsonl, weight: 2.0}]}"
+    load_recipe(recipe_file, [mix, "data.validation={source: c.jsonl}"])
+    (fault,) = faults_of(recipe_file, mix, "data.validation={source: ./b.jsonl}")
+    assert "data.validation: found split all of b.jsonl, but data.train takes split all of it" in fault

@@ -51,6 +51,9 @@ class Rows:
     def loss_mask(self, row: int) -> torch.Tensor:
         return self.rows[row].loss_mask
 
+    def upcoming(self, rows: list[int]) -> None:
+        """They are here already."""
+
 
 def _row(index: int, length: int) -> StateRow:
     generator = torch.Generator().manual_seed(index)

@@ -85,7 +85,7 @@ def make_head(
             embeddings=embeddings,
             output_rows=target.head_table()[head.draft_token_ids],
             final_norm=dict(target.model.get_decoder().norm.named_parameters())["weight"],
-            layers=target.decoder_layers(),
+            layers=target.last_layers(head.config.num_layers),
             mean_aux=mean,
             seed=seed,
         )
