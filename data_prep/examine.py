@@ -10,7 +10,7 @@ from rich.text import Text
 from data_prep.answer import answer
 from data_prep.chat import ChatRenderer, render_sets
 from data_prep.conversation import Conversation
-from data_prep.prompts import Message, collect
+from data_prep.prompts import Message, Rejects, collect
 from data_prep.show import marked
 from data_prep.teacher_forcing import forced_states
 from peagle_train.doctor.patient import Line, Patient, failure, ok, warning
@@ -25,7 +25,17 @@ def prompts(patient: Patient) -> Iterator[Line]:
     """A handful of every set, through the target's own chat template."""
     data = patient.small.data
     renderer = ChatRenderer(patient.tokenizer, data.system_prompt, data.template_variables, data.day)
-    rows, left_out = render_sets(renderer, collect(data), data.max_prompt_tokens)
+    rejects = Rejects(most=data.max_rejects)
+    candidates = collect(data, rejects)
+    rejects.close()
+    if rejects.total:
+        yield warning(
+            f"{rejects.total:,} bad rows are left out, fewer than data.max_rejects allows",
+            "`peagle prepare` quotes them in rejects.jsonl",
+        )
+    rows, left_out = render_sets(
+        renderer, candidates, shortest=data.min_prompt_tokens, longest=data.max_prompt_tokens
+    )
     patient.renderer, patient.asked = renderer, rows
     for name in dict.fromkeys(row.set for row in rows):
         mine = [row for row in rows if row.set == name]

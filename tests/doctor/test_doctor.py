@@ -159,6 +159,17 @@ def test_a_template_that_asks_for_the_day(recipe: Path) -> None:
     assert set(found) == {"prompts"} and "data.date=YYYY-MM-DD" in found["prompts"]
 
 
+def test_bad_rows_are_counted_and_too_many_of_them_quoted(recipe: Path, tmp_path: Path) -> None:
+    rows = [*({"prompt": f"What is {n}?"} for n in range(20)), {"question": "of another name"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = f"data.train={{source: {tmp_path / 'rows.jsonl'}}}"
+    found = examine(str(recipe), [given], QUIET, weights=False)
+    assert "1 of 21 rows" in failures(found)["prompts"] and "question" in failures(found)["prompts"]
+    found = examine(str(recipe), [given, "data.max_rejects=0.1"], QUIET, weights=False)
+    told = [line.text for name, line in found if name == "prompts" and line.level == "warning"]
+    assert told == ["1 bad rows are left out, fewer than data.max_rejects allows"]
+
+
 def test_a_user_who_can_forge_a_turn(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spelled = ChatRenderer.spells_control_token
 
