@@ -61,8 +61,6 @@ CHECKS = (
     Check("exported RoPE", f"{_HERE}.delivery:rope", ("export",), weights=True),
     Check("load", f"{_HERE}.delivery:load", ("export",), weights=True),
 )
-"""Also `peagle_train.planning`'s plan, once it is there: see `environment.room`."""
-
 # What a check may meet that is no fault of ours to foresee: it is told, and the next check runs.
 _MET = (OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError, AttributeError)
 _STYLES: dict[Level, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not run": "dim"}

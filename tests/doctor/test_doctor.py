@@ -39,6 +39,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rehearsal of a gpt-oss recipe: its head turns by YaRN."""
+    return rehearse(str(write_recipe(tmp_path_factory.mktemp("gpt_oss"), "gpt_oss")), (), QUIET)
+
+
 def failures(found: Found) -> dict[str, str]:
     """By check: what is told, with the cure."""
     return {name: f"{line.text}; {line.cure}" for name, line in found if line.level == "failure"}
@@ -117,17 +123,16 @@ def test_a_distribution_that_is_not_the_models(recipe: Path, monkeypatch: pytest
     assert any(line.text.startswith("taps: ") and line.level == "ok" for _, line in found)
 
 
-def test_a_rope_that_is_read_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rope_that_is_read_wrongly(gpt_oss: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
     from peagle_train.doctor import target
 
-    recipe = rehearse(str(write_recipe(tmp_path, "gpt_oss")), (), QUIET)
     describe = target.describe
     monkeypatch.setattr(
         "peagle_train.doctor.target.describe", lambda section: replace(describe(section), rope_scaling=None)
     )
-    found = failures(diagnosed(recipe))
+    found = failures(diagnosed(gpt_oss))
     assert "the head turns by theta 150,000, default, but the target's table is up to" in found["RoPE"]
 
 
@@ -278,19 +283,17 @@ def test_answers_too_short_to_teach(recipe: Path) -> None:
 # --- Export
 
 
-def test_a_rope_that_is_lost_at_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = rehearse(str(write_recipe(tmp_path, "gpt_oss")), (), QUIET)
+def test_a_rope_that_is_lost_at_the_export(gpt_oss: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "_rope_keys", lambda rope: {"rope_theta": rope.theta})
-    found = diagnosed(recipe)
+    found = diagnosed(gpt_oss)
     assert "rope" in failures(found)["export"].lower()
     assert not_run(found) >= {"exported RoPE", "load"}
 
 
-def test_a_rope_that_is_lost_behind_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rope_that_is_lost_behind_the_checks(gpt_oss: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but the table itself tells."""
-    recipe = rehearse(str(write_recipe(tmp_path, "gpt_oss")), (), QUIET)
     _after_export(monkeypatch, "config.json", lambda config: config.pop("rope_scaling"))
-    assert "vLLM will turn by theta 150,000, default, up to" in failures(diagnosed(recipe))["exported RoPE"]
+    assert "vLLM will turn by theta 150,000, default, up to" in failures(diagnosed(gpt_oss))["exported RoPE"]
 
 
 def test_an_export_that_changes_afterwards(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,15 @@ def test_twin_is_a_verb_and_refuses_a_folder_that_is_taken(tmp_path: Path) -> No
     assert describe(TargetSection(model=str(out))).num_layers == 8
     again = CliRunner().invoke(app, ["twin", recipe, "--out", str(out)])
     assert again.exit_code == 1 and "found something there" in again.output
+
+
+@pytest.mark.parametrize(("given", "rehearsed"), [((), False), (("TWIN=1",), True), (("TWIN=0",), False)])
+def test_make_train_rehearses(given: tuple[str, ...], rehearsed: bool) -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = ["make", "--dry-run", "--always-make", "train", "MODEL=mine", *given, "ARGS=train.steps=9"]
+    told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    line = ".venv/bin/peagle run recipes/mine.yaml " + "--twin " * rehearsed + "train.steps=9"
+    assert line in told.splitlines()
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gpt_oss"])
