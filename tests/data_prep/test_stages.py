@@ -24,8 +24,8 @@ from peagle_train.errors import PeagleError
 from peagle_train.run import Run
 from peagle_train.stages import StageResult
 from peagle_train.store import AnswerStore, StateStore
+from peagle_train.twin.models import tiny_gpt_oss, tiny_llama, tiny_llama3
 from tests.data_prep.inline import InlineJobs
-from tests.twins import tiny_gpt_oss, tiny_llama, tiny_llama3
 
 RECIPE = """
 name: tiny
