@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,12 +29,14 @@ from data_prep.plan import (
 )
 from data_prep.prompts import Rejects, collect
 from data_prep.prompts.rejects import FILE
+from data_prep.server import answer_by_server
+from data_prep.server.stage import Answering
 from data_prep.workers import Work, run_jobs, split_job
 from peagle_train.files import fingerprint, remove_leftovers
 from peagle_train.recipe.schema import DataSection
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, seal
-from peagle_train.store import AnswerWriter, SetCounts, StateWriter
+from peagle_train.store import AnswerWriter, SetCounts
 from peagle_train.target.mask_token import resolve_mask_token
 from peagle_train.target.tokens import end_tokens_of
 
@@ -51,7 +54,8 @@ def prepare(run: Run, console: Console) -> StageResult:
     started = time.monotonic()
     rows, left_out = _rows(run, folder, console)
     batches = even_batches(rows, run.recipe.data.batch_size)
-    keep = run.recipe.states.keep_while_answering and run.recipe.states.mode == "stored"
+    server = run.recipe.data.server
+    keep = run.recipe.states.kept_while_answering and server is None
     of_states = extract_parts(run, fingerprint(parts))
     plan: StatesPlan | None = None
 
@@ -66,7 +70,21 @@ def prepare(run: Run, console: Console) -> StageResult:
     todo = {batch: prompts for batch, prompts in batches.items() if batch not in sealed}
     if sealed:
         console.print(f"{len(sealed)} of {len(batches)} batches are there already", highlight=False)
-    work = _answer(run, folder, todo, plan, writer, console)
+    work: Work | Answering | None = None
+    if todo and server is not None:
+        tokenizer = _tokenizer(run, folder)
+        work = answer_by_server(
+            server,
+            todo,
+            writer,
+            talk=_talk(run, tokenizer),
+            max_new_tokens=run.recipe.data.max_new_tokens,
+            vocab_size=run.facts.vocab_size,
+            ends=_ends(run, folder, tokenizer),
+            console=console,
+        )
+    elif todo:
+        work = _answer(run, folder, todo, plan, writer, console)
     if plan is not None:
         _seal_states(run, plan, of_states, batches)
     for name, unasked in _unasked(rows, writer).items():
@@ -102,14 +120,10 @@ def report(counts: dict[str, SetCounts], left_out: dict[str, dict[str, int]], co
 
 
 def _rows(run: Run, folder: Path, console: Console) -> tuple[list[Rendered], dict[str, dict[str, int]]]:
-    from transformers import AutoTokenizer
-
-    data, trust = run.recipe.data, run.recipe.target.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    data, tokenizer = run.recipe.data, _tokenizer(run, folder)
     renderer = ChatRenderer(tokenizer, data.system_prompt, data.template_variables, data.day)
-    if (talk := TalkPlan.of(data, run.facts)) is not None:
-        Talk(talk, tokenizer)  # a format that cannot be read back is refused before anything is asked
-    ends = end_tokens_of(folder, tokenizer, run.facts.model, trust_remote_code=trust)
+    ends = _ends(run, folder, tokenizer)
+    _talk(run, tokenizer)  # a format that cannot be read back is refused before anything is asked
     rejects = Rejects(run.answers_dir.with_name(FILE), data.max_rejects)
     candidates = collect(data, rejects)
     rejects.close()
@@ -130,6 +144,24 @@ def _rows(run: Run, folder: Path, console: Console) -> tuple[list[Rendered], dic
     return rows, left_out
 
 
+def _tokenizer(run: Run, folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=run.recipe.target.trust_remote_code)
+
+
+def _ends(run: Run, folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens at which an answer ends."""
+    trust = run.recipe.target.trust_remote_code
+    return end_tokens_of(folder, tokenizer, run.facts.model, trust_remote_code=trust)
+
+
+def _talk(run: Run, tokenizer: Any) -> Talk | None:
+    """What conversations of several turns need; None where each has one answer."""
+    plan = TalkPlan.of(run.recipe.data, run.facts)
+    return None if plan is None else Talk(plan, tokenizer)
+
+
 def _answer(
     run: Run,
     folder: Path,
@@ -137,12 +169,11 @@ def _answer(
     plan: StatesPlan | None,
     writer: AnswerWriter,
     console: Console,
-) -> Work | None:
-    if not todo:
-        return None
+) -> Work:
     target, data = run.recipe.target, run.recipe.data
     prompts = [row for rows in todo.values() for row in rows]
-    check_disk(run.directory, [size for row in prompts for size in _sizes(row, data)], plan, console)
+    sizes = [size for row in prompts for size in _sizes(row, data)]
+    check_disk(run.directory, sizes, plan, console)
     job = Job(
         kind="answer",
         target=str(folder),
@@ -167,12 +198,13 @@ def _answer(
     )
 
 
-def _sizes(prompt: Rendered, data: DataSection) -> list[int]:
-    """The most tokens that each row of a prompt can have, if every turn has a row of its own."""
+def _sizes(prompt: Rendered, data: DataSection) -> list[tuple[int, int]]:
+    """Of each row of a prompt, if every turn has a row of its own: most tokens, most of them generated."""
     if prompt.given is not None:
-        return [len(prompt.token_ids)]
-    first = len(prompt.token_ids) + data.max_new_tokens
-    return [first, *(data.max_prompt_tokens + (n + 1) * data.max_new_tokens for n in range(1, prompt.asks))]
+        return [(len(prompt.token_ids), sum(end - start for start, end in prompt.given.spans))]
+    new = data.max_new_tokens
+    later = [(data.max_prompt_tokens + (turn + 1) * new, new) for turn in range(1, prompt.asks)]
+    return [(len(prompt.token_ids) + new, new), *later]
 
 
 def _unasked(prompts: list[Rendered], writer: AnswerWriter) -> dict[str, dict[str, int]]:
@@ -190,7 +222,7 @@ def _unasked(prompts: list[Rendered], writer: AnswerWriter) -> dict[str, dict[st
             missing[place] -= len(row.spans)
             reasons[place] = row.stopped or reasons[place]
     for prompt, left, reason in zip(several, missing, reasons, strict=True):
-        if left:
+        if 0 < left < prompt.asks:  # a server may have failed to answer a prompt at all
             label = f"later turns: {reason}"
             unasked[prompt.set][label] = unasked[prompt.set].get(label, 0) + left
     return unasked
@@ -203,7 +235,7 @@ def _seal_states(
     batches: dict[int, list[Rendered]],
 ) -> None:
     """Finishes the states store, unless a batch was answered earlier without states: `extract` adds those."""
-    writer = StateWriter(run.states_dir, plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype)
+    writer = plan.writer()
     if writer.sealed_batches() == set(batches):
         writer.seal()
         # The answering pass is counted once, by prepare.

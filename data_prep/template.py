@@ -92,8 +92,9 @@ class ChatRenderer:
         """
         turns = self._turns(messages)
         where = f"target {self._tokenizer.name_or_path}: its chat template"
-        if tools and not self._reads("tools"):
-            raise RefusedTurnsError(f"{where} does not read tools, so the target would never hear of them")
+        for name, given in (("tools", tools), ("tool_calls", any(turn.tool_calls for turn in messages))):
+            if given and not self._reads(name):
+                raise RefusedTurnsError(f"{where} does not read `{name}`, so the target never hears of them")
         settings: dict[str, Any] = {**self._variables, **(variables or {})}
         if tools:
             settings["tools"] = [_function(tool) for tool in tools]
