@@ -165,6 +165,7 @@ def _answer(
         answers_fingerprint=writer.fingerprint,
         max_new_tokens=data.max_new_tokens,
         prompts=todo,
+        parallel=target.parallel,
     )
     budget = len(prompts) * data.max_new_tokens
     return run_jobs(
