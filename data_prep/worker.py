@@ -128,9 +128,7 @@ def _extract(job: Job, batch: int, target: Target, states: StateWriter, reporter
 def _extract_with_vllm(job: Job, vllm: VllmPlan, reporter: _Reporter) -> None:
     plan = job.states
     assert plan is not None
-    states = StateWriter(
-        Path(plan.directory), plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype
-    )
+    states = plan.writer()
     batches = [(batch, [row.token_ids for row in job.answered[batch]]) for batch in sorted(job.answered)]
     # A name that `remove_leftovers` clears away.
     with VllmStates(vllm, Path(plan.directory) / f".{Path(vllm.log).stem}.{os.getpid()}.partial") as engine:
