@@ -1,7 +1,7 @@
 """Hidden states of rows whose tokens are already known, in passes of bounded size.
 
-A batch of answers may be far too large for one pass: 32 rows of 10,000 tokens. Rows of like length go together,
-at most `batch_tokens` of them with their padding; a longer row has a pass of its own.
+A batch of answers may be far too large for one pass: 32 rows of 10,000 tokens. Rows of like length go
+together, at most `batch_tokens` with their padding; a longer row has a pass of its own.
 """
 
 from __future__ import annotations
