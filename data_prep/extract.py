@@ -3,25 +3,43 @@
 Usually `prepare` kept them while answering, and nothing is left to do. Otherwise (the states were not
 kept, or other aux layers or another dtype are asked for now) the target reads the stored rows once more,
 teacher-forced; the answers themselves are never made again.
+
+On several machines: `accelerate launch -m data_prep.extract RECIPE`, see ranks.py.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
-from data_prep.jobs import Job
+from data_prep.jobs import Job, StatesPlan
 from data_prep.plan import check_disk, extract_parts, states_plan, target_folder
 from data_prep.vllm_states.jobs import vllm_jobs
 from data_prep.workers import run_jobs, split_job
 from peagle_train.files import fingerprint, remove_leftovers
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, require, seal
-from peagle_train.store import AnswerStore
+from peagle_train.store import AnswerRow, AnswerStore
 from peagle_train.store.source import open_stored
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A second pass that is to be made: what it writes, and the rows it still lacks, by batch."""
+
+    parts: dict[str, Any]
+    plan: StatesPlan
+    todo: dict[int, list[AnswerRow]]
+    started: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.token_ids) for rows in self.todo.values() for row in rows)
 
 
 def extract(run: Run, console: Console) -> StageResult:
@@ -29,6 +47,26 @@ def extract(run: Run, console: Console) -> StageResult:
 
     Raises PeagleError: answers missing, stale or damaged, the disk, a worker; see the message.
     """
+    ready = begin_pass(run, console)
+    if isinstance(ready, StageResult):
+        return ready
+    rate = ""
+    if ready.todo:
+        job = job_of(run, ready, console)
+        on_vllm = run.recipe.states.backend == "vllm"
+        work = run_jobs(
+            vllm_jobs(job, run) if on_vllm else split_job(job, run.recipe.data.workers),
+            title="extracting",
+            budget=ready.tokens,
+            log_dir=run.states_dir,
+            console=console,
+        )
+        rate = f" ({work.rate})"
+    return seal_pass(run, ready, rate, console)
+
+
+def begin_pass(run: Run, console: Console) -> StageResult | Pass:
+    """Marks the folder as unfinished work; a result where nothing is left to do. Raises as `extract`."""
     prepared = require(run, "prepare")
     parts = extract_parts(run, prepared)
     if run.recipe.states.mode != "stored":
@@ -41,42 +79,50 @@ def extract(run: Run, console: Console) -> StageResult:
         return done
     started = time.monotonic()
     plan = states_plan(run, parts)
-    writer = plan.writer()
     answers = AnswerStore(run.answers_dir, expected=prepared)
     begin(run.states_dir, parts, console)
     remove_leftovers(run.states_dir)
-    sealed = writer.sealed_batches()
+    sealed = plan.writer().sealed_batches()
     batches = dict(enumerate(answers.batches()))
     todo = {batch: rows for batch, rows in batches.items() if batch not in sealed}
     if sealed:
         console.print(f"{len(sealed)} of {len(batches)} batches are there already", highlight=False)
-    rate = ""
     if todo:
         sizes = [(len(row.token_ids), row.supervised) for rows in todo.values() for row in rows]
         check_disk(run.directory, sizes, plan, console)
-        target = run.recipe.target
-        job = Job(
-            kind="extract",
-            target=str(target_folder(run, console)),
-            dtype=target.dtype,
-            device=target.device,
-            trust_remote_code=target.trust_remote_code,
-            threads=1,
-            states=plan,
-            answered=todo,
-        )
-        on_vllm = run.recipe.states.backend == "vllm"
-        work = run_jobs(
-            vllm_jobs(job, run) if on_vllm else split_job(job, run.recipe.data.workers),
-            title="extracting",
-            budget=sum(tokens for tokens, _ in sizes),
-            log_dir=run.states_dir,
-            console=console,
-        )
-        rate = f" ({work.rate})"
-    writer.seal()
-    rows = len(open_stored(run, plan.fingerprint, console))
-    return seal(run.states_dir, parts, time.monotonic() - started, f"states of {rows} rows{rate}")
+    return Pass(parts, plan, todo, started)
+
+
+def pass_of(run: Run, parts: dict[str, Any], batches: Collection[int]) -> Pass:
+    """The pass that another process has begun, of which some batches are left."""
+    answers = enumerate(AnswerStore(run.answers_dir).stream())
+    todo = {batch: rows for batch, rows in answers if batch in batches}
+    return Pass(parts, states_plan(run, parts), todo, time.monotonic())
+
+
+def job_of(run: Run, ready: Pass, console: Console) -> Job:
+    """All that is left to do, as one job."""
+    target = run.recipe.target
+    return Job(
+        kind="extract",
+        target=str(target_folder(run, console)),
+        dtype=target.dtype,
+        device=target.device,
+        trust_remote_code=target.trust_remote_code,
+        threads=1,
+        states=ready.plan,
+        answered=ready.todo,
+        batch_tokens=run.recipe.states.batch_tokens,
+        parallel=target.parallel,
+    )
+
+
+def seal_pass(run: Run, ready: Pass, rate: str, console: Console) -> StageResult:
+    """Ends the store, all of whose batches are there."""
+    ready.plan.writer().seal()
+    rows = len(open_stored(run, ready.plan.fingerprint, console))
+    seconds = time.monotonic() - ready.started
+    return seal(run.states_dir, ready.parts, seconds, f"states of {rows} rows{rate}")
 
 
 def _made_while_training(run: Run, parts: dict[str, Any], console: Console) -> StageResult:
@@ -86,3 +132,9 @@ def _made_while_training(run: Run, parts: dict[str, Any], console: Console) -> S
         return done
     begin(run.states_dir, parts, console)
     return seal(run.states_dir, parts, 0.0, f"states.mode {run.recipe.states.mode}: made beside training")
+
+
+if __name__ == "__main__":
+    from data_prep.ranks import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -75,6 +75,8 @@ class Job:
     talk: TalkPlan | None = None  # conversations of several turns
     prompts: dict[int, list[Rendered]] = field(default_factory=dict)  # kind "answer"
     answered: dict[int, list[AnswerRow]] = field(default_factory=dict)  # kind "extract"
+    batch_tokens: int = 16384  # kind "extract": most tokens of one pass
+    parallel: str = "none"  # as target.parallel
     vllm: VllmPlan | None = None  # kind "extract": what runs the target in place of transformers
 
     def to_json(self) -> str:

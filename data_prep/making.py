@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from data_prep import teacher_forcing
 from data_prep.teacher_forcing import forced_states
 from peagle_train.errors import PeagleError
 from peagle_train.store.answers import AnswerStore
@@ -74,18 +75,10 @@ class AnsweredRows:
 
 
 def cut(rows: AnsweredRows, wanted: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Micro-batches of some rows, those of like length together, the longest first.
-
-    batch_tokens: most tokens of one, padding counted; a longer row is alone.
-    """
-    batches: list[list[int]] = []
-    width = 0
-    for row in sorted(set(wanted), key=lambda row: (-rows.info_of(row).tokens, row)):
-        if not batches or width * (len(batches[-1]) + 1) > batch_tokens:
-            batches.append([])
-            width = rows.info_of(row).tokens
-        batches[-1].append(row)
-    return batches
+    """Micro-batches of some rows, as `teacher_forcing.cut`: the same for the same rows in any order."""
+    ordered = sorted(set(wanted))
+    batches = teacher_forcing.cut([rows.info_of(row).tokens for row in ordered], batch_tokens)
+    return [[ordered[index] for index in batch] for batch in batches]
 
 
 class Maker:

@@ -90,8 +90,7 @@ class OnlineStates:
                 batch = _MicroBatch([row])
             else:
                 self._queue.remove(batch)
-            made = batch.made.result() if batch.made is not None else self._maker.made(batch.rows)
-            for state in made:
+            for state in self._made(batch):
                 self._ready[state.row].append(state)
             self._begin()
         return require_finite(self._ready[row].popleft(), f"row {row} of {self._rows.directory}")
@@ -100,6 +99,13 @@ class OnlineStates:
         """Nothing is made ahead any more."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+
+    def _made(self, batch: _MicroBatch) -> list[StateRow]:
+        """Where there is a thread, it alone runs the target: two passes at a time would mix their taps."""
+        if self._thread is None:
+            return self._maker.made(batch.rows)
+        made = batch.made or self._thread.submit(self._maker.made, batch.rows)
+        return made.result()
 
     def _begin(self) -> None:
         if self._thread is None:

@@ -187,6 +187,7 @@ def _answer(
         max_new_tokens=data.max_new_tokens,
         talk=TalkPlan.of(data, run.facts),
         prompts=todo,
+        parallel=target.parallel,
     )
     budget = sum(row.asks for row in prompts if row.given is None) * data.max_new_tokens
     return run_jobs(

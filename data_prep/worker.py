@@ -73,7 +73,11 @@ def _work(job: Job, reporter: _Reporter) -> None:
         _extract_with_vllm(job, job.vllm, reporter)
         return
     target = Target.load(
-        job.target, dtype=job.dtype, device=job.device, trust_remote_code=job.trust_remote_code
+        job.target,
+        dtype=job.dtype,
+        device=job.device,
+        trust_remote_code=job.trust_remote_code,
+        spread=job.parallel == "layers",
     )
     plan = job.states
     states = None
@@ -144,21 +148,20 @@ def _converse(
 
 def _extract(job: Job, batch: int, target: Target, states: StateWriter, reporter: _Reporter) -> int:
     rows = job.answered[batch]
-    found = forced_states(target, [row.token_ids for row in rows], states.aux_layers, DTYPES[states.dtype])
+    tokens = [row.token_ids for row in rows]
+    found = forced_states(target, tokens, states.aux_layers, DTYPES[states.dtype], job.batch_tokens)
     states.write_batch(
         batch, [_state_row(row, aux, last) for row, (aux, last) in zip(rows, found, strict=True)]
     )
-    tokens = sum(len(row.token_ids) for row in rows)
-    reporter.tokens(tokens)
-    return tokens
+    done = sum(len(row.token_ids) for row in rows)
+    reporter.tokens(done)
+    return done
 
 
 def _extract_with_vllm(job: Job, vllm: VllmPlan, reporter: _Reporter) -> None:
     plan = job.states
     assert plan is not None
-    states = StateWriter(
-        Path(plan.directory), plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype
-    )
+    states = plan.writer()
     batches = [(batch, [row.token_ids for row in job.answered[batch]]) for batch in sorted(job.answered)]
     # A name that `remove_leftovers` clears away.
     with VllmStates(vllm, Path(plan.directory) / f".{Path(vllm.log).stem}.{os.getpid()}.partial") as engine:

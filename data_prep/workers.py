@@ -48,15 +48,22 @@ class Work:
 
 
 def split_job(job: Job, workers: int | None) -> list[Job]:
-    """One job a worker. workers: left out, one per core on a CPU and one on a GPU."""
-    gpu = job.device == "cuda" or (job.device == "auto" and torch.cuda.is_available())
-    wanted = workers if workers is not None else 1 if gpu else usable_cores()
+    """One job a worker. workers: left out, one per GPU, or per core on a CPU.
+
+    A target that is spread over the GPUs (target.parallel) has one worker for all of them.
+    """
+    gpus = gpus_of(job.device)
+    if gpus:
+        devices = ["cuda"] if job.parallel == "layers" else [f"cuda:{number}" for number in gpus]
+    else:
+        devices = ["cpu"] * usable_cores()
     batches = sorted(job.prompts or job.answered)
-    count = min(wanted, len(batches))
+    count = min(workers if workers is not None else len(devices), len(batches))
     return [
         replace(
             job,
-            threads=None if gpu else 1,
+            device=devices[worker % len(devices)],
+            threads=None if gpus else 1,
             prompts={batch: job.prompts[batch] for batch in batches[worker::count] if batch in job.prompts},
             answered={
                 batch: job.answered[batch] for batch in batches[worker::count] if batch in job.answered
@@ -66,14 +73,25 @@ def split_job(job: Job, workers: int | None) -> list[Job]:
     ]
 
 
+def gpus_of(device: str) -> list[int]:
+    """The GPUs that target.device stands for; none on a CPU."""
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return []
+    return [int(number)] if number else list(range(torch.cuda.device_count()))
+
+
 def usable_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_jobs(jobs: Sequence[Job], *, title: str, budget: int, log_dir: Path, console: Console) -> Work:
+def run_jobs(
+    jobs: Sequence[Job], *, title: str, budget: int, log_dir: Path, console: Console, first: int = 0
+) -> Work:
     """Runs one worker a job until all batches are sealed.
 
+    first: number of the first worker, where others of the same folder run elsewhere.
     budget: tokens the bar counts to (an upper bound: a batch that ends early jumps to its share).
     log_dir: receives worker-N.log.
     Raises PeagleError when a worker reports a fault or dies; the others are ended first.
@@ -91,7 +109,7 @@ def run_jobs(jobs: Sequence[Job], *, title: str, budget: int, log_dir: Path, con
     )
     crew: list[_Worker] = []
     try:
-        for number, job in enumerate(jobs):
+        for number, job in enumerate(jobs, start=first):
             crew.append(_Worker(number, job, log_dir))
         with Progress(*columns, console=console) as progress:
             task = progress.add_task(title, total=budget, rows=0, all=total_rows, rate="loading the target")

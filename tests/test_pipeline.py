@@ -20,6 +20,7 @@ from peagle_train.export.checks import check_head
 from peagle_train.export.layout import export_head
 from peagle_train.head.io import load_head
 from peagle_train.pipeline import evaluate_other, run_stage
+from peagle_train.store import StateStore
 from tests.data_prep.inline import InlineJobs
 from tests.tiny_run import tiny_recipe
 
@@ -254,13 +255,18 @@ def test_a_lost_file_further_up_is_named_with_the_command(done: dict, recipe: Pa
 
 def test_training_refuses_states_that_were_damaged(done: dict, recipe: Path) -> None:
     folder = copy_of(recipe, "bent")
-    shard = next((folder / "states").glob("*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    shard.write_bytes(bytes(content))
+    trained = StateStore(folder / "states").info("train")
+    for name in {info.shard for info in trained}:
+        shard = folder / "states" / name
+        content = bytearray(shard.read_bytes())
+        content[-len(content) // 2 :: 256] = bytes(len(content[-len(content) // 2 :: 256]))
+        shard.write_bytes(bytes(content))
     with (
         Run.open(recipe, ["name=bent", "train.steps=9"]) as run,
-        pytest.raises(PeagleError, match=r"differs from its checksum"),
+        pytest.raises(
+            PeagleError,
+            match=r"row \d+ \(train .*differ from their checksum; run `peagle extract RECIPE --repair`",
+        ),
     ):
         run_stage(run, "train", Console(quiet=True))
 

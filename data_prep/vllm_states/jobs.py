@@ -6,10 +6,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 import data_prep
 from data_prep.jobs import Job, VllmPlan
+from data_prep.workers import gpus_of
 from peagle_train.errors import PeagleError
 from peagle_train.run import Run
 
@@ -33,7 +32,7 @@ def vllm_jobs(job: Job, run: Run) -> list[Job]:
             f"no more than the target's context of {facts.max_position_embeddings}: lower "
             "data.max_prompt_tokens or data.max_new_tokens, or set states.backend=hf"
         )
-    gpus = _gpus(job.device)
+    gpus = gpus_of(job.device)
     if run.recipe.target.parallel != "none":
         shares: list[int | None] = [None]
     elif gpus:
@@ -78,11 +77,3 @@ def find_python() -> Path:
         f"that has vLLM 0.32: {VARIABLE}=/path/to/python (docs/extraction-vllm.md says how to install it), "
         "or set states.backend=hf"
     )
-
-
-def _gpus(device: str) -> list[int]:
-    """The GPUs that target.device stands for; none on a CPU."""
-    kind, _, number = device.partition(":")
-    if kind == "cpu":
-        return []
-    return [int(number)] if number else list(range(torch.cuda.device_count()))

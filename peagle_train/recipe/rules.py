@@ -259,6 +259,19 @@ def _states_beside_training_are_not_stored(view: View) -> Iterator[Broken]:
             )
 
 
+def _tensors_are_split_by_vllm(view: View) -> Iterator[Broken]:
+    if view.get("target.parallel") != "tensor":
+        return
+    needed = {"states.backend": view.get("states.backend") == "vllm", "data.server": view.get("data.server")}
+    missing = [key for key, there in needed.items() if not there]
+    if missing:
+        yield (
+            "target.parallel",
+            f"found tensor without {' and '.join(missing)}; expected states.backend: vllm and data.server, "
+            "because vLLM splits matrices and transformers here does not; set them, or parallel: layers",
+        )
+
+
 def _an_entity_has_its_tracker(view: View) -> Iterator[Broken]:
     entity = view.get("track.entity")
     if entity is not None and "wandb" not in view.get("track.log_with"):
@@ -275,6 +288,7 @@ _RULES: tuple[Callable[[View], Iterator[Broken]], ...] = (
     _a_set_has_sources,
     _a_bounded_store_has_a_cap,
     _states_beside_training_are_not_stored,
+    _tensors_are_split_by_vllm,
     _an_entity_has_its_tracker,
     _drafts_fit_what_was_trained,
     _warmup_ends,

@@ -55,8 +55,8 @@ class TargetSection(Section):
     )
     parallel: Literal["none", "layers", "tensor"] = Field(
         default="none",
-        description="a target larger than one GPU: its layers dealt out to the GPUs of this machine "
-        "(device_map), or every matrix split over the processes of torchrun",
+        description="a target larger than one GPU: layers are dealt out to the GPUs of this machine "
+        "(device_map); tensor: every matrix is split over them, which vLLM does",
     )
 
     @field_validator("device")

@@ -84,11 +84,14 @@ class Target:
         dtype: torch.dtype | str,
         device: torch.device | str,
         trust_remote_code: bool = False,
+        spread: bool | dict[str, str] = False,
         prove: bool = True,
     ) -> Target:
         """Loads a folder with config.json, safetensors and tokenizer, as `source.obtain` returns it.
 
         dtype: torch dtype or its name ("float32"). device: "auto" takes a GPU where there is one.
+        spread: deal the layers out to all GPUs in place of `device`, for a target larger than one; or a
+            device map of accelerate's that says where each module goes.
         prove: False for a caller that makes the comparisons of `self_check` itself.
         Raises PeagleError for a class that is not supported, for weights that are not complete or not
         all used, and where the adapter and the model's own forward disagree (`self_check`).
@@ -107,6 +110,7 @@ class Target:
             attn_implementation=family_of(facts.class_name).attention,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **({"device_map": "auto" if spread is True else spread} if spread else {}),
         )
         model, report = loaded
         if report["missing_keys"] or report["mismatched_keys"]:
@@ -131,8 +135,10 @@ class Target:
             raise PeagleError(f"target {name}: its output head has a bias, which no drafter head can carry")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = model.to(device).eval().requires_grad_(False)
-        if model.device.type == "cpu":
+        model = model.eval().requires_grad_(False)
+        if not spread:
+            model = model.to(device)
+        if model.device.type == "cpu" and not spread:
             _lay_out_for_cpu(model.get_decoder())
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         target = cls(model, tokenizer, facts)
@@ -184,6 +190,8 @@ class Target:
                 use_cache=cache is not None,
                 **{self._cache_argument: cache},
             )
+        # Of a target that is spread over devices each layer leaves its states on its own.
+        states = {layer: state.to(self.device) for layer, state in states.items()}
         last = states[self.facts.num_layers]
         if not aux_layers:
             return TappedStates(last.new_empty(batch, size, 0), last)
@@ -276,7 +284,7 @@ def _lay_out_for_cpu(decoder: Any) -> None:
 
 def _logits(norm: nn.Module, weight: torch.Tensor, softcap: float | None, last: torch.Tensor) -> torch.Tensor:
     # The product runs in the target's dtype, as the model and vLLM do it; only then float32.
-    logits = nn.functional.linear(norm(last.to(weight.dtype)), weight).float()
+    logits = nn.functional.linear(norm(last.to(weight.dtype)).to(weight.device), weight).float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
