@@ -106,13 +106,14 @@ class Chat:
             )
         if "<|turn>" in prompt:
             return '<|tool_call>call:sum{a:2,unit:<|"|>two {m}<|"|>}<tool_call|><turn|>'
+        thought = "Add.\n</think>\n\n" if prompt.rstrip("\n").endswith("<think>") else ""
         if "<function=" in self.tokenizer.get_chat_template():
             parameters = "<parameter=a>\n2\n</parameter>\n<parameter=unit>\ntwo {m}\n</parameter>\n"
-            return f"<tool_call>\n<function=sum>\n{parameters}</function>\n</tool_call><|im_end|>"
+            return f"{thought}<tool_call>\n<function=sum>\n{parameters}</function>\n</tool_call><|im_end|>"
         if "<|im_start|>" in prompt:
             arguments = '{"a": 2, "unit": "two {m}"}'
-            text = f'<tool_call>\n{{"name": "sum", "arguments": {arguments}}}\n</tool_call><|im_end|>'
-            return f"Add.\n</think>\n\n{text}" if prompt.rstrip("\n").endswith("<think>") else text
+            call = f'{{"name": "sum", "arguments": {arguments}}}'
+            return f"{thought}<tool_call>\n{call}\n</tool_call><|im_end|>"
         return '{"name": "sum", "parameters": {"a": 2, "unit": "two {m}"}}<|eot_id|>'
 
     def served(self, turns: list[dict[str, Any]]) -> str:
