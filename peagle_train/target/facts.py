@@ -133,11 +133,12 @@ def _kv_layers(settings: Mapping[str, Any], kv_heads: int, head_dim: int) -> tup
     """One entry a layer; the last `num_kv_shared_layers` read an earlier layer's cache (Gemma4)."""
     count = int(settings["num_hidden_layers"]) - int(settings.get("num_kv_shared_layers") or 0)
     kinds = settings.get("layer_types") or ["full_attention"] * count
-    own = settings.get("per_layer_config") or {}
+    # Its keys are layer numbers as text, filled up with zeros to one width: "05" of 60 layers.
+    own = {int(index): values for index, values in (settings.get("per_layer_config") or {}).items()}
     layers = []
     for index, kind in enumerate(kinds[:count]):
         window = settings.get("sliding_window") if kind == "sliding_attention" else None
-        values = own.get(str(index), own.get(index, {}))
+        values = own.get(index, {})
         layers.append(
             KVLayer(
                 window,
