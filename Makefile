@@ -2,6 +2,7 @@
 #
 # Settings, on the command line as NAME=value:
 #   MODEL        recipe to run: recipes/MODEL.yaml                        smollm2
+#   TWIN         1: rehearse it in minutes with a random twin of its target
 #   ARGS         overrides of the recipe, e.g. ARGS="train.steps=100"; options of the other commands
 #   TORCH        auto | cpu | cuda: the build of torch to install         auto
 #   PYTHON       interpreter to build the environments on                 python3
@@ -27,7 +28,7 @@ help: ## list the targets
 install: .venv/.installed ## make the environment, .venv
 
 train: .venv/.installed ## run recipes/MODEL.yaml from prompts to a proven head
-	$(BIN)/peagle run recipes/$(MODEL).yaml $(ARGS)
+	$(BIN)/peagle run recipes/$(MODEL).yaml $(if $(filter-out 0,$(TWIN)),--twin )$(ARGS)
 
 test: .venv/.installed ## all tests but the slow ones and those that need a vLLM
 	$(BIN)/python -m pytest -m "not slow and not vllm" $(PARALLEL)

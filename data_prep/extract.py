@@ -15,11 +15,13 @@ from rich.console import Console
 
 from data_prep.jobs import Job
 from data_prep.plan import check_disk, extract_parts, states_plan, target_folder
+from data_prep.vllm_states.jobs import vllm_jobs
 from data_prep.workers import run_jobs, split_job
-from peagle_train.files import remove_leftovers
+from peagle_train.files import fingerprint, remove_leftovers
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, require, seal
-from peagle_train.store import AnswerStore, StateStore, StateWriter
+from peagle_train.store import AnswerStore
+from peagle_train.store.source import open_stored
 
 
 def extract(run: Run, console: Console) -> StageResult:
@@ -33,13 +35,13 @@ def extract(run: Run, console: Console) -> StageResult:
         return _made_while_training(run, parts, console)
     done = finished(run.states_dir, parts, console)
     if done is not None:
-        rows = len(StateStore(run.states_dir))  # raises if a shard is missing or cut short
-        if run.recipe.states.keep_while_answering:
+        rows = len(open_stored(run, fingerprint(parts), console))  # raises if a shard is missing or cut short
+        if run.recipe.states.kept_while_answering:
             return replace(done, message=f"{run.states_dir}: {rows} rows, kept while answering")
         return done
     started = time.monotonic()
     plan = states_plan(run, parts)
-    writer = StateWriter(run.states_dir, plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype)
+    writer = plan.writer()
     answers = AnswerStore(run.answers_dir, expected=prepared)
     begin(run.states_dir, parts, console)
     remove_leftovers(run.states_dir)
@@ -50,8 +52,8 @@ def extract(run: Run, console: Console) -> StageResult:
         console.print(f"{len(sealed)} of {len(batches)} batches are there already", highlight=False)
     rate = ""
     if todo:
-        lengths = [len(row.token_ids) for rows in todo.values() for row in rows]
-        check_disk(run.directory, lengths, plan, console)
+        sizes = [(len(row.token_ids), row.supervised) for rows in todo.values() for row in rows]
+        check_disk(run.directory, sizes, plan, console)
         target = run.recipe.target
         job = Job(
             kind="extract",
@@ -63,16 +65,17 @@ def extract(run: Run, console: Console) -> StageResult:
             states=plan,
             answered=todo,
         )
+        on_vllm = run.recipe.states.backend == "vllm"
         work = run_jobs(
-            split_job(job, run.recipe.data.workers),
+            vllm_jobs(job, run) if on_vllm else split_job(job, run.recipe.data.workers),
             title="extracting",
-            budget=sum(lengths),
+            budget=sum(tokens for tokens, _ in sizes),
             log_dir=run.states_dir,
             console=console,
         )
         rate = f" ({work.rate})"
     writer.seal()
-    rows = len(StateStore(run.states_dir, expected=plan.fingerprint))
+    rows = len(open_stored(run, plan.fingerprint, console))
     return seal(run.states_dir, parts, time.monotonic() - started, f"states of {rows} rows{rate}")
 
 

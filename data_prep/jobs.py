@@ -13,21 +13,48 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.chat import Rendered
 from peagle_train.store.answers import AnswerRow
+from peagle_train.store.writer import StateWriter
 
 
 @dataclass(frozen=True)
 class StatesPlan:
-    """Where and how hidden states are stored: the arguments of StateWriter."""
+    """Where and how hidden states are stored."""
 
     directory: str
     fingerprint: str
     aux_layers: list[int]
     hidden_size: int
     dtype: str
+    url: str | None = None  # where the states go in place of the directory
+
+    def writer(self) -> StateWriter:
+        """Raises PeagleError for a URL that is none or has no client here."""
+        return StateWriter(
+            Path(self.directory), self.fingerprint, self.aux_layers, self.hidden_size, self.dtype, self.url
+        )
+
+
+@dataclass(frozen=True)
+class VllmPlan:
+    """How a vLLM makes the states, where it does.
+
+    python: its interpreter. log: what it prints. num_layers: of the target, L. longest: tokens of the longest
+    row of the job. batch_tokens: most tokens of one pass. gpu: the one it may use; None: as it finds them.
+    all_gpus: every matrix is split over all GPUs.
+    """
+
+    python: str
+    log: str
+    num_layers: int
+    longest: int
+    batch_tokens: int
+    gpu: int | None = None
+    all_gpus: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +73,7 @@ class Job:
     max_new_tokens: int = 0
     prompts: dict[int, list[Rendered]] = field(default_factory=dict)  # kind "answer"
     answered: dict[int, list[AnswerRow]] = field(default_factory=dict)  # kind "extract"
+    vllm: VllmPlan | None = None  # kind "extract": what runs the target in place of transformers
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -53,11 +81,12 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> Job:
         value: dict[str, Any] = json.loads(text)
-        plan = value.pop("states")
+        plan, vllm = value.pop("states"), value.pop("vllm")
         prompts, answered = value.pop("prompts"), value.pop("answered")
         return cls(
             **value,
             states=StatesPlan(**plan) if plan else None,
+            vllm=VllmPlan(**vllm) if vllm else None,
             prompts={int(key): [Rendered(**row) for row in rows] for key, rows in prompts.items()},
             answered={int(key): [AnswerRow(**row) for row in rows] for key, rows in answered.items()},
         )

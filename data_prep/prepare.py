@@ -26,11 +26,13 @@ from data_prep.plan import (
 )
 from data_prep.prompts import Rejects, collect
 from data_prep.prompts.rejects import FILE
+from data_prep.server import answer_by_server
+from data_prep.server.stage import Answering
 from data_prep.workers import Work, run_jobs, split_job
 from peagle_train.files import fingerprint, remove_leftovers
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, seal
-from peagle_train.store import AnswerWriter, SetCounts, StateWriter
+from peagle_train.store import AnswerWriter, SetCounts
 from peagle_train.target.mask_token import resolve_mask_token
 from peagle_train.target.tokens import end_tokens_of
 
@@ -48,7 +50,8 @@ def prepare(run: Run, console: Console) -> StageResult:
     started = time.monotonic()
     rows, left_out = _rows(run, folder, console)
     batches = even_batches(rows, run.recipe.data.batch_size)
-    keep = run.recipe.states.keep_while_answering and run.recipe.states.mode == "stored"
+    server = run.recipe.data.server
+    keep = run.recipe.states.kept_while_answering and server is None
     of_states = extract_parts(run, fingerprint(parts))
     plan: StatesPlan | None = None
 
@@ -63,7 +66,19 @@ def prepare(run: Run, console: Console) -> StageResult:
     todo = {batch: prompts for batch, prompts in batches.items() if batch not in sealed}
     if sealed:
         console.print(f"{len(sealed)} of {len(batches)} batches are there already", highlight=False)
-    work = _answer(run, folder, todo, plan, writer, console)
+    work: Work | Answering | None = None
+    if todo and server is not None:
+        work = answer_by_server(
+            server,
+            todo,
+            writer,
+            max_new_tokens=run.recipe.data.max_new_tokens,
+            vocab_size=run.facts.vocab_size,
+            ends=_ends(run, folder),
+            console=console,
+        )
+    elif todo:
+        work = _answer(run, folder, todo, plan, writer, console)
     if plan is not None:
         _seal_states(run, plan, of_states, batches)
     counts = writer.seal(left_out)
@@ -113,9 +128,17 @@ def _rows(run: Run, folder: Path, console: Console) -> tuple[list[Rendered], dic
     if mask_token is not None:
         # Training needs it, but a bad one should cost seconds, not the hours of answering.
         asked = {token for row in rows for token in row.token_ids}
-        ends = end_tokens_of(folder, tokenizer, run.facts.model, trust_remote_code=trust)
-        resolve_mask_token(mask_token, tokenizer, run.facts.vocab_size, asked, ends)
+        resolve_mask_token(mask_token, tokenizer, run.facts.vocab_size, asked, _ends(run, folder))
     return rows, left_out
+
+
+def _ends(run: Run, folder: Path) -> tuple[int, ...]:
+    """The tokens at which an answer ends."""
+    from transformers import AutoTokenizer
+
+    trust = run.recipe.target.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    return end_tokens_of(folder, tokenizer, run.facts.model, trust_remote_code=trust)
 
 
 def _answer(
@@ -125,13 +148,11 @@ def _answer(
     plan: StatesPlan | None,
     writer: AnswerWriter,
     console: Console,
-) -> Work | None:
-    if not todo:
-        return None
+) -> Work:
     target, data = run.recipe.target, run.recipe.data
     prompts = [row for rows in todo.values() for row in rows]
-    lengths = [len(row.token_ids) + data.max_new_tokens for row in prompts]
-    check_disk(run.directory, lengths, plan, console)
+    sizes = [(len(row.token_ids) + data.max_new_tokens, data.max_new_tokens) for row in prompts]
+    check_disk(run.directory, sizes, plan, console)
     job = Job(
         kind="answer",
         target=str(folder),
@@ -162,7 +183,7 @@ def _seal_states(
     batches: dict[int, list[Rendered]],
 ) -> None:
     """Finishes the states store, unless a batch was answered earlier without states: `extract` adds those."""
-    writer = StateWriter(run.states_dir, plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype)
+    writer = plan.writer()
     if writer.sealed_batches() == set(batches):
         writer.seal()
         # The answering pass is counted once, by prepare.

@@ -19,8 +19,9 @@ import torch
 
 from data_prep.answer import answer
 from data_prep.chat import Rendered
-from data_prep.jobs import Job
+from data_prep.jobs import Job, VllmPlan
 from data_prep.teacher_forcing import forced_states
+from data_prep.vllm_states.backend import VllmStates
 from peagle_train.errors import PeagleError
 from peagle_train.store.answers import AnswerRow, AnswerWriter
 from peagle_train.store.states import DTYPES, StateRow, StateWriter
@@ -66,15 +67,16 @@ def main() -> int:
 
 
 def _work(job: Job, reporter: _Reporter) -> None:
+    if job.vllm is not None:
+        _extract_with_vllm(job, job.vllm, reporter)
+        return
     target = Target.load(
         job.target, dtype=job.dtype, device=job.device, trust_remote_code=job.trust_remote_code
     )
     plan = job.states
     states = None
     if plan is not None:
-        states = StateWriter(
-            Path(plan.directory), plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype
-        )
+        states = plan.writer()
     for batch in sorted(job.prompts or job.answered):
         reporter.say(begin=batch)
         began = time.process_time()
@@ -121,6 +123,28 @@ def _extract(job: Job, batch: int, target: Target, states: StateWriter, reporter
     tokens = sum(len(row.token_ids) for row in rows)
     reporter.tokens(tokens)
     return tokens
+
+
+def _extract_with_vllm(job: Job, vllm: VllmPlan, reporter: _Reporter) -> None:
+    plan = job.states
+    assert plan is not None
+    states = StateWriter(
+        Path(plan.directory), plan.fingerprint, plan.aux_layers, plan.hidden_size, plan.dtype
+    )
+    batches = [(batch, [row.token_ids for row in job.answered[batch]]) for batch in sorted(job.answered)]
+    # A name that `remove_leftovers` clears away.
+    with VllmStates(vllm, Path(plan.directory) / f".{Path(vllm.log).stem}.{os.getpid()}.partial") as engine:
+        engine.start(job)
+        began = time.process_time()
+        for batch, found in engine.states(batches, reporter.tokens):
+            rows = job.answered[batch]
+            states.write_batch(
+                batch, [_state_row(row, aux, last) for row, (aux, last) in zip(rows, found, strict=True)]
+            )
+            tokens, ended = sum(len(row.token_ids) for row in rows), time.process_time()
+            # The processor time of vLLM is not in it.
+            reporter.say(done=batch, rows=len(rows), tokens=tokens, cpu=ended - began)
+            began = ended
 
 
 def _row(prompt: Rendered, token_ids: list[int], finish: Any) -> AnswerRow:

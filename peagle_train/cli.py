@@ -130,8 +130,17 @@ def prepare(
         then="peagle train RECIPE",
     ),
 )
-def extract(recipe: RecipeArgument, overrides: Overrides = None) -> None:
-    _stage("extract", recipe, overrides)
+def extract(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="read all that is stored; make damaged batches anew"),
+    ] = False,
+) -> None:
+    from peagle_train.pipeline import resolve
+
+    _stage("extract", recipe, overrides, before=resolve("data_prep.repair:repair") if repair else None)
 
 
 @app.command(
@@ -235,13 +244,67 @@ def evaluate(
         then="the printed serving command, or peagle push OUTPUT/NAME/head s3://BUCKET/PREFIX",
     ),
 )
-def run(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+def run(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    twin: Annotated[
+        bool,
+        typer.Option("--twin", help="a rehearsal in minutes: a random twin of the target, all else small"),
+    ] = False,
+) -> None:
+    console = Console()
+    if twin:
+        from peagle_train.twin.rehearse import rehearse
+
+        recipe, overrides = str(rehearse(recipe, overrides or (), console)), None
     from peagle_train.pipeline import next_command, run_all
 
-    console = Console()
     with _open(recipe, overrides) as opened:
         run_all(opened, console)
         _next(next_command(opened, "evaluate"), console)
+
+
+@app.command(
+    short_help="look for everything that can be wrong",
+    help="Look for everything that can be wrong with a recipe here, before hours are spent on it.\n\n"
+    "\b\nReads:    the recipe, its target (weights once), a handful of its prompts\n"
+    "Writes:   nothing; it works in a temporary folder\n"
+    "Example:  peagle doctor smollm2\n"
+    "          peagle doctor gpt-oss-20b --no-weights   (on a laptop)\n"
+    "Then:     peagle run RECIPE\n\n"
+    "One line a finding: ok, warning or failure, with the cure. A failure keeps only those checks from "
+    "running that need what failed, and makes the exit code 1.",
+)
+def doctor(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    no_weights: Annotated[
+        bool, typer.Option("--no-weights", help="only what needs no weights of the target")
+    ] = False,
+) -> None:
+    from peagle_train.doctor.examine import examine
+
+    found = examine(recipe, overrides or (), Console(), weights=not no_weights)
+    if any(line.level == "failure" for _, line in found):
+        raise typer.Exit(1)
+
+
+@app.command(
+    short_help="make a random twin of the target",
+    help="Make a tiny random model of the target's class, with its family's tokenizer and chat format.\n\n"
+    "\b\nReads:    target, head.layers of the recipe; of the target its config at most\n"
+    "Writes:   DIR, a model folder as `target.model` takes it\n"
+    "Example:  peagle twin qwen3-coder --out targets/qwen3-coder-twin\n"
+    "Then:     peagle run RECIPE --twin, which makes one itself and rehearses the whole recipe with it",
+)
+def twin(
+    recipe: RecipeArgument,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="where it is written; must not exist")],
+    overrides: Overrides = None,
+) -> None:
+    from peagle_train.twin.rehearse import write_twin
+
+    write_twin(recipe, overrides or (), out, Console())
 
 
 @app.command(
@@ -414,16 +477,24 @@ def _open(recipe: str, overrides: list[str] | None) -> Any:
 
 
 def _stage(
-    name: str, recipe: str, overrides: list[str] | None, afterwards: Any = None, **options: Any
+    name: str,
+    recipe: str,
+    overrides: list[str] | None,
+    afterwards: Any = None,
+    *,
+    before: Any = None,
+    **options: Any,
 ) -> None:
-    """Runs one stage, then `afterwards(run, console)`; names the next command, that of `afterwards` first.
+    """Runs one stage; names the next command, that of `afterwards` first.
 
-    options: of the stage itself.
+    before, afterwards: run before and after it with (run, console). options: of the stage itself.
     """
     from peagle_train.pipeline import next_command, run_stage
 
     console = Console()
     with _open(recipe, overrides) as run:
+        if before is not None:
+            before(run, console)
         result = run_stage(run, name, console, **options)
         then = afterwards(run, console) if afterwards is not None else None
         _next(then or result.next_command or next_command(run, name), console)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tests.twins import tiny_llama
+from peagle_train.twin.models import tiny_llama
 
 
 def tiny_recipe(folder: Path, name: str, *, heldout: int, train: dict[str, Any], **sections: Any) -> Path:

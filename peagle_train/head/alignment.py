@@ -74,3 +74,21 @@ def trainable_depths(loss_mask: Tensor) -> Tensor:
     ends = turn_ends(loss_mask)[EMBEDDED:]
     slots = torch.arange(loss_mask.shape[0] - 1)
     return torch.clamp(ends - (slots + PREDICTED), min=0)
+
+
+def needed_states(loss_mask: Tensor) -> tuple[int, Tensor]:
+    """Which of the target's states a row's training and evaluation read.
+
+    Real slots are seen up to the row's last trainable anchor. Elements that share a + d share label and
+    target output, and (a, d) is trained only where (a + d, 0) is: so the outputs that give some label its
+    distribution are those of the trainable anchors, at the positions p where x[p] and x[p+1] are generated
+    tokens of one turn.
+
+    Args:
+        loss_mask: [n] bool, true where the token was generated.
+
+    Returns:
+        S, the number of slots, and the positions [P] int64 of those outputs, rising.
+    """
+    anchors = trainable_depths(loss_mask).nonzero()[:, 0]
+    return int(anchors[-1]) + 1 if len(anchors) else 0, anchors + TARGET_OUTPUT

@@ -26,14 +26,28 @@ from peagle_train.head.alignment import EMBEDDED, PREDICTED, TARGET_OUTPUT
 class Document:
     """One row of data as the head sees it.
 
-    token_ids [n] int64, aux [>= n-1, A*TH] and last [>= n-1, TH] (the target's states after each
-    token; `last` is before its final norm), kept [n-1] int64 (elements kept per anchor).
+    token_ids [n] int64, aux [S, A*TH] (the target's states after the first S tokens, S at least up to the
+    last anchor that is kept), last [P, TH] (those after the tokens at the positions `last_at` [P] int64,
+    rising, before the final norm; None: after the first P tokens), kept [n-1] int64 (elements kept per
+    anchor).
     """
 
     token_ids: Tensor
     aux: Tensor
     last: Tensor
     kept: Tensor
+    last_at: Tensor | None = None
+
+    def outputs(self, positions: Tensor) -> Tensor:
+        """[N, TH], rows of `last` at some positions [N]. Raises ValueError if one of them is not there."""
+        if self.last_at is None:
+            return self.last[positions]
+        rows = torch.searchsorted(self.last_at, positions)
+        there = self.last_at[rows.clamp(max=len(self.last_at) - 1)] if len(self.last_at) else rows - 1
+        if not torch.equal(there, positions):
+            missing = positions[there != positions].tolist()
+            raise ValueError(f"`last` has no state of the positions {missing}, which kept elements need")
+        return self.last[rows]
 
 
 @dataclass(frozen=True)
@@ -99,7 +113,7 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
             is seen by nobody and carries no loss.
 
     Raises:
-        ValueError: nothing is supervised, or the padding is too small.
+        ValueError: nothing is supervised, the padding is too small, or a state that is needed is missing.
     """
     token_ids, step_token_ids, aux, slot_positions, slot_document, depth0 = [], [], [], [], [], []
     mask_positions, mask_document, mask_anchor, mask_depth = [], [], [], []
@@ -113,6 +127,8 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
             mask_spans.append((masks, masks))
             continue
         length = int(anchors[-1]) + 1
+        if doc.aux.shape[0] < length:
+            raise ValueError(f"aux has {doc.aux.shape[0]} states, expected {length}: up to the last anchor")
         # The mask slots of each anchor: kept - 1 of them, at depths 1, 2, ...
         extra = (doc.kept[anchors] - 1).clamp(min=0)
         owner = torch.repeat_interleave(anchors, extra)
@@ -133,7 +149,7 @@ def pack(documents: Sequence[Document], pad_slots_to: int | None = None) -> Pack
 
         # Each target output once for all depths that share it, and none that no element needs.
         needed, row = torch.unique(torch.cat([anchors, owner + deep]), return_inverse=True)
-        last.append(doc.last[needed + TARGET_OUTPUT])
+        last.append(doc.outputs(needed + TARGET_OUTPUT))
         slot_labels.append(doc.token_ids[anchors + PREDICTED])
         mask_labels.append(doc.token_ids[owner + deep + PREDICTED])
         slot_outputs.append(outputs + row[: len(anchors)])

@@ -58,7 +58,7 @@ def reference_loss(
                     loss = loss - log_draft[draft_ids.index(label)]
                     count += 1
                 continue
-            state = document.last[a + d + TARGET_OUTPUT].double()
+            state = document.outputs(torch.tensor([a + d + TARGET_OUTPUT]))[0].double()
             state = state * (state.square().mean() + head.config.rms_norm_eps).rsqrt() * output_norm
             target = (output_weight[draft_ids] @ state).softmax(-1).detach()
             loss = loss + (target * (target.log() - log_draft)).sum()

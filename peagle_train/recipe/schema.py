@@ -225,7 +225,8 @@ class StatesSection(Section):
     )
     keep_while_answering: bool = Field(
         default=True,
-        description="keep the states of the pass that answers; otherwise a second pass makes them",
+        description="keep the states of the pass that answers; otherwise, and with backend vllm, a second "
+        "pass makes them",
     )
     mode: Literal["stored", "bounded", "online"] = Field(
         default="stored",
@@ -246,6 +247,11 @@ class StatesSection(Section):
         description="s3://BUCKET/PREFIX or any URL of fsspec that keeps the states; left out: in the run",
     )
     cache: Positive = Field(default=50.0, description="GB of the local cache in front of `url`")
+
+    @property
+    def kept_while_answering(self) -> bool:
+        """Whether the pass that answers keeps its states: not where others make them, or none are stored."""
+        return self.keep_while_answering and self.backend == "hf" and self.mode == "stored"
 
 
 class RopeSection(Section):

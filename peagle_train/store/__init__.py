@@ -8,7 +8,15 @@ carry the fingerprint of everything they were made from.
 """
 
 from peagle_train.store.answers import AnswerRow, AnswerStore, AnswerWriter, SetCounts
-from peagle_train.store.states import RowInfo, StateRow, StateStore, StateWriter, bytes_per_token
+from peagle_train.store.states import (
+    RowInfo,
+    StateRow,
+    StateStore,
+    StateWriter,
+    bytes_per_token,
+    stored_bytes,
+    stored_bytes_at_most,
+)
 
 __all__ = [
     "AnswerRow",
@@ -20,4 +28,6 @@ __all__ = [
     "StateStore",
     "StateWriter",
     "bytes_per_token",
+    "stored_bytes",
+    "stored_bytes_at_most",
 ]

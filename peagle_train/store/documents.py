@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peagle_train.head.alignment import trainable_depths
+from peagle_train.head.alignment import needed_states, trainable_depths
 from peagle_train.head.batch import Document
 from peagle_train.head.sampling import document_generator, full_depths, sample_depths
 from peagle_train.store.source import StatesSource
@@ -21,13 +21,13 @@ class Documents:
         row = self.store.read(row_index)
         generator = document_generator(seed, epoch, row_index)
         kept = sample_depths(trainable_depths(row.loss_mask), self.positions, rate, floor, generator)
-        return Document(row.token_ids, row.aux, row.last, kept)
+        return Document(row.token_ids, row.aux, row.last, kept, row.last_at)
 
     def full(self, row_index: int) -> Document:
         """A row with all its trainable chains: for validation and evaluation."""
         row = self.store.read(row_index)
         kept = full_depths(trainable_depths(row.loss_mask), self.positions)
-        return Document(row.token_ids, row.aux, row.last, kept)
+        return Document(row.token_ids, row.aux, row.last, kept, row.last_at)
 
 
 def trainable_rows(store: StatesSource, set_name: str) -> list[int]:
@@ -38,5 +38,4 @@ def trainable_rows(store: StatesSource, set_name: str) -> list[int]:
 
 def slot_counts(store: StatesSource, rows: Sequence[int]) -> list[int]:
     """Real slots of each row, up to its last trainable anchor (0: none); read without hidden states."""
-    anchors = (trainable_depths(store.loss_mask(row)).nonzero() for row in rows)
-    return [int(a[-1]) + 1 if len(a) else 0 for a in anchors]
+    return [needed_states(store.loss_mask(row))[0] for row in rows]

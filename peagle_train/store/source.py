@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from rich.console import Console
 from torch import Tensor
 
-from peagle_train.store.states import RowInfo, StateRow, StateStore
+from peagle_train.store.states import GB, RowInfo, StateRow, StateStore
 
 if TYPE_CHECKING:
     from peagle_train.run import Run
@@ -68,4 +68,4 @@ class OpenStates(Protocol):
 
 def open_stored(run: Run, fingerprint: str, console: Console, target: Target | None = None) -> StateStore:
     """The store that `extract` finished. Raises as StateStore."""
-    return StateStore(run.states_dir, expected=fingerprint)
+    return StateStore(run.states_dir, expected=fingerprint, cache=run.recipe.states.cache * GB)

@@ -49,6 +49,6 @@ def family_of(class_name: str) -> Family:
         raise PeagleError(
             f"target class {class_name}: not supported; expected one of {', '.join(FAMILIES)}. "
             "To support it, add it to peagle_train/target/families.py with its peculiarities, and a "
-            "tiny twin to tests/twins.py; the tests then compare its states and distribution."
+            "tiny twin to peagle_train/twin/models.py; the tests then compare its states and distribution."
         )
     return FAMILIES[class_name]

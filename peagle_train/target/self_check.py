@@ -14,7 +14,9 @@ Four passes over a dozen tokens: milliseconds for a small model, a few times one
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,37 +37,88 @@ _NEAR = {torch.float32: 1e-3}
 _NEAR_NARROW = 0.2
 
 
-@torch.no_grad()
+class Compared(NamedTuple):
+    """One comparison of the adapter with the model itself.
+
+    name: taps, final norm, distribution, cache or padding. found: what differs, in words. apart: by how much,
+    against the values themselves; at most `limit` where all is well. needed: what would describe the class.
+    """
+
+    name: str
+    found: str
+    apart: float
+    limit: float
+    needed: str
+
+    @property
+    def holds(self) -> bool:
+        return self.apart <= self.limit  # NaN does not
+
+
 def self_check(target: Target) -> None:
     """Raises PeagleError, naming what differs and what would be needed, unless all comparisons hold."""
+    for compared in comparisons(target):
+        if not compared.holds:
+            raise _refused(target, compared.found, compared.needed)
+
+
+@torch.no_grad()
+def comparisons(target: Target) -> Iterator[Compared]:
+    """All comparisons, one after the other. Raises PeagleError where none is possible: tables, tokenizer."""
     _check_tables(target)
     ids = _probe(target)
-    last = _check_forward(target, ids)
-    near = _NEAR.get(target.dtype, _NEAR_NARROW)
+    depth, same = target.facts.num_layers, _SAME.get(target.dtype, _SAME_NARROW)
+    own = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    tapped = target.forward(ids, aux_layers=range(depth + 1))
+    last = tapped.last
 
-    cache = target.new_cache()
+    *states, final = own.hidden_states
+    taps = tapped.aux.chunk(depth + 1, dim=-1)[:depth]
+    off = [_difference(tap, state) for tap, state in zip(taps, states, strict=True)]
+    layer = next((layer for layer, apart in enumerate(off) if not apart <= same), off.index(_worst(*off)))
+    outside = "an entry that says what happens to states outside the decoder layers"
+    found = f"the tap of aux layer {layer} differs from hidden_states[{layer}] of transformers"
+    yield Compared("taps", f"{found} by {off[layer]:.2g} of its range", off[layer], same, outside)
+
+    apart = _difference(target.normed(last), final)
+    found = f"the final norm of the last layer differs from hidden_states[{depth}] of transformers"
+    yield Compared("final norm", f"{found} by {apart:.2g} of its range", apart, same, outside)
+
+    apart = _difference(target.logits(last), own.logits)
+    yield Compared(
+        "distribution",
+        f"its logits differ from those of the model's own forward by {apart:.2g} of their range",
+        apart,
+        same,
+        "an entry that says what stands between the final norm and the logits (a scale, a cap, a bias)",
+    )
+
+    near, cache = _NEAR.get(target.dtype, _NEAR_NARROW), target.new_cache()
     parts = [
         target.forward(part, aux_layers=(), cache=cache).last for part in (ids[:, :_PART], ids[:, _PART:])
     ]
     apart = _distance(torch.cat(parts, dim=1), last)
-    if not apart <= near:
-        raise _refused(
-            target,
-            f"states of a text read in two parts with a KV cache are {apart:.2g} away from those read in one",
-            "a causal model whose masks follow its cache: peagle_train/target/cache.py must learn what it "
-            "keeps between passes",
-        )
+    yield Compared(
+        "cache",
+        f"states of a text read in two parts with a KV cache are {apart:.2g} away from those read in one",
+        apart,
+        near,
+        "a causal model whose masks follow its cache: peagle_train/target/cache.py must learn what it "
+        "keeps between passes",
+    )
+
     alone = target.forward(ids[:, _PART:], aux_layers=()).last
     mask = torch.ones(2, _LENGTH, dtype=torch.long, device=target.device)
     mask[1, :_PART] = 0
     batched = target.forward(ids.expand(2, -1), aux_layers=(), attention_mask=mask).last
-    apart = max(_distance(batched[1:, _PART:], alone), _distance(batched[:1], last))
-    if not apart <= near:
-        raise _refused(
-            target,
-            f"states of a row padded on the left are {apart:.2g} away from those of the row alone",
-            "a model that heeds attention_mask and position_ids",
-        )
+    apart = _worst(_distance(batched[1:, _PART:], alone), _distance(batched[:1], last))
+    yield Compared(
+        "padding",
+        f"states of a row padded on the left are {apart:.2g} away from those of the row alone",
+        apart,
+        near,
+        "a model that heeds attention_mask and position_ids",
+    )
 
 
 def _probe(target: Target) -> Tensor:
@@ -92,32 +145,6 @@ def _check_tables(target: Target) -> None:
             )
 
 
-def _check_forward(target: Target, ids: Tensor) -> Tensor:
-    """Taps and logits against the model's own pass over ids [1, S]; returns `last` [1, S, H]."""
-    depth = target.facts.num_layers
-    own = target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
-    tapped = target.forward(ids, aux_layers=range(depth + 1))
-    same = _SAME.get(target.dtype, _SAME_NARROW)
-    states = [*tapped.aux.chunk(depth + 1, dim=-1)[:depth], target.normed(tapped.last)]
-    for layer, (state, reference) in enumerate(zip(states, own.hidden_states, strict=True)):
-        apart = _difference(state, reference)
-        if not apart <= same:
-            what = f"the tap of aux layer {layer}" if layer < depth else "the final norm of the last layer"
-            raise _refused(
-                target,
-                f"{what} differs from hidden_states[{layer}] of transformers by {apart:.2g} of its range",
-                "an entry that says what happens to states outside the decoder layers",
-            )
-    apart = _difference(target.logits(tapped.last), own.logits)
-    if not apart <= same:
-        raise _refused(
-            target,
-            f"its logits differ from those of the model's own forward by {apart:.2g} of their range",
-            "an entry that says what stands between the final norm and the logits (a scale, a cap, a bias)",
-        )
-    return tapped.last
-
-
 def _difference(ours: Tensor, own: Tensor) -> float:
     """The largest difference of two tensors of one shape against the largest value; nan stays nan."""
     ours, own = ours.float(), own.float()
@@ -128,6 +155,11 @@ def _distance(ours: Tensor, own: Tensor) -> float:
     """How far the middle token's state [B, S, H] is off, against its length."""
     ours, own = ours.float(), own.float()
     return float(((ours - own).norm(dim=-1) / own.norm(dim=-1)).median())
+
+
+def _worst(*apart: float) -> float:
+    """The largest; NaN, which no comparison keeps, is larger than all."""
+    return next((value for value in apart if math.isnan(value)), max(apart))
 
 
 def _refused(target: Target, found: str, needed: str) -> PeagleError:

@@ -74,8 +74,10 @@ def describe(section: TargetSection) -> TargetFacts:
     return read_facts(config, section.model)
 
 
-def obtain(section: TargetSection, console: Console) -> Path:
+def obtain(section: TargetSection, console: Console, *, weights: bool = True) -> Path:
     """A local folder with config.json, safetensors and tokenizer.
+
+    weights: False asks the Hub for no safetensors.
 
     A packaged GGUF is converted once into `$PEAGLE_TARGETS` (left out: `./targets`) and again when
     the package or the converter changes. A Hub id is downloaded into the Hub's own cache.
@@ -85,8 +87,8 @@ def obtain(section: TargetSection, console: Console) -> Path:
         return _converted(section.model, console)
     folder = _folder(section.model)
     if folder is None:
-        folder = _downloaded(section)
-    if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
+        folder = _downloaded(section, weights)
+    if not (folder / "config.json").is_file() or (weights and not list(folder.glob("*.safetensors"))):
         raise PeagleError(
             f"target {section.model}: {folder} needs config.json and *.safetensors; "
             f"found {sorted(file.name for file in folder.iterdir())[:12]}"
@@ -133,11 +135,13 @@ def _folder(model: str) -> Path | None:
     return None
 
 
-def _downloaded(section: TargetSection) -> Path:
+def _downloaded(section: TargetSection, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+    wanted = ["*.json", "*.jinja", "tokenizer.model", "merges.txt"]
+    if weights:
+        wanted.append("*.safetensors")
     if section.trust_remote_code:
         wanted.append("*.py")
     try:

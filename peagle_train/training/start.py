@@ -18,6 +18,7 @@ from peagle_train.head.model import DrafterHead
 from peagle_train.head.vocabulary import choose_draft_vocabulary, count_supervised
 from peagle_train.recipe.head import head_config
 from peagle_train.recipe.schema import Recipe
+from peagle_train.store.rows import cut_row
 from peagle_train.store.source import StatesSource
 from peagle_train.target.facts import TargetFacts
 from peagle_train.target.mask_token import resolve_mask_token
@@ -148,7 +149,7 @@ def _survey(store: StatesSource, rows: list[int], vocab_size: int) -> tuple[Tens
     some = rows[:: -(-len(rows) // MEAN_ROWS)]
     store.upcoming(some)
     for index in some:
-        row = store.read(index)
+        row = cut_row(store.read(index))  # the same rows of states, whether they are stored or made
         states = row.aux[row.prompt_length - 1 :]
         total = total + states.double().sum(0)
         tokens += states.shape[0]

@@ -82,9 +82,20 @@ class Peer:
             save_file(self._probe(), temporary)
 
     def _case(self, row: int) -> Case:
-        """A row without its last token: a target's state after that one is not stored, nothing follows it."""
+        """A row without its last token: a target's state after that one is not stored, nothing follows it.
+
+        Zeros stand for the states that are not stored. Its loss reads none of them: the last generated token
+        of a turn that others follow would need one, so that one is not supervised.
+        """
         stored = self.store.read(row)
-        return Case(stored.token_ids[:-1], stored.loss_mask[:-1], stored.aux.float(), stored.last.float())
+        assert stored.last_at is not None
+        n = stored.token_ids.shape[0] - 1
+        aux, last = torch.zeros(n, stored.aux.shape[1]), torch.zeros(n, stored.last.shape[1])
+        aux[: len(stored.aux)] = stored.aux.float()
+        last[stored.last_at] = stored.last.float()
+        mask = torch.zeros(n, dtype=torch.bool)
+        mask[stored.last_at] = True
+        return Case(stored.token_ids[:-1], mask, aux, last)
 
     @torch.no_grad()
     def _probe(self) -> dict[str, torch.Tensor]:

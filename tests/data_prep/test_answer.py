@@ -12,7 +12,7 @@ import torch
 from data_prep.answer import answer
 from data_prep.teacher_forcing import forced_states
 from peagle_train.target.adapter import Target
-from tests.twins import TWINS
+from peagle_train.twin.models import TWINS
 
 NEW = 12
 HEADER = [1, 33, 34, 35, 36, 37, 38, 39, 2, 5]

@@ -21,7 +21,7 @@ from data_prep.chat import (
 )
 from data_prep.prompts import Candidates, Message, Prompt
 from peagle_train.errors import PeagleError
-from tests.twin_tokenizers import save_tokenizer
+from peagle_train.twin.tokenizers import save_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from data_prep.show import marked
 from peagle_train.store import AnswerRow
 from peagle_train.target.adapter import Target
 from peagle_train.target.tokens import control_texts, is_reserve
-from tests.twin_tokenizers import save_tokenizer
-from tests.twins import TOKENIZERS, TWINS
+from peagle_train.twin.models import TOKENIZERS, TWINS
+from peagle_train.twin.tokenizers import save_tokenizer
 
 DAY = date(2025, 6, 28)
 QUESTION = "What is 2 plus 2?"

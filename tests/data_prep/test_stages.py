@@ -24,8 +24,8 @@ from peagle_train.errors import PeagleError
 from peagle_train.run import Run
 from peagle_train.stages import StageResult
 from peagle_train.store import AnswerStore, StateStore
+from peagle_train.twin.models import tiny_gpt_oss, tiny_llama, tiny_llama3
 from tests.data_prep.inline import InlineJobs
-from tests.twins import tiny_gpt_oss, tiny_llama, tiny_llama3
 
 RECIPE = """
 name: tiny
@@ -104,7 +104,8 @@ def test_prepare_keeps_states_and_extract_finds_them(bench: Bench) -> None:
         assert kept.token_ids.tolist() == row.token_ids
         assert kept.loss_mask.tolist() == row.loss_mask
         assert (kept.set, kept.id, kept.prompt_length) == (row.set, row.id, row.prompt_length)
-        assert kept.aux.shape == (len(row.token_ids) - 1, 3 * 64)
+        assert kept.aux.shape == (len(row.token_ids) - 2, 3 * 64)  # up to the last trainable anchor
+        assert kept.last.shape == (row.supervised - 1, 64)
     found = bench(extract)
     assert found.skipped and "14 rows, kept while answering" in found.message and not bench.jobs.batches
     assert bench(prepare).skipped

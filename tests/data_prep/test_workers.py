@@ -22,8 +22,8 @@ from data_prep.workers import run_jobs, split_job
 from peagle_train.errors import PeagleError
 from peagle_train.run import Run
 from peagle_train.store import AnswerStore, StateStore
+from peagle_train.twin.models import tiny_llama
 from tests.data_prep.inline import InlineJobs
-from tests.twins import tiny_llama
 
 RECIPE = """
 name: tiny

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from peagle_train.errors import PeagleError
 from peagle_train.target.adapter import Target
 from peagle_train.target.families import FAMILIES
-from tests.twins import TWINS, tiny_llama
+from peagle_train.twin.models import TWINS, tiny_llama
 
 # Longer than the twins' sliding window of 8, so that masks of both kinds of layer matter.
 LENGTH = 21

@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 from peagle_train.target import cache as cache_module
 from peagle_train.target.adapter import Target
+from peagle_train.twin.models import TWINS, tiny_gemma4, tiny_llama
 from tests.target.test_adapter import load, tokens
-from tests.twins import TWINS, tiny_gemma4, tiny_llama
 
 LENGTH = 24
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

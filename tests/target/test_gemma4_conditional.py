@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from peagle_train.evaluation.loop import greedy, speculate
 from peagle_train.head.model import DrafterHead
 from peagle_train.target.adapter import Target
-from tests.twins import tiny_gemma4, tiny_gemma4_multimodal
+from peagle_train.twin.models import tiny_gemma4, tiny_gemma4_multimodal
 from tests.vllm.heads import make_head, train_briefly
 
 TEXT, CONDITIONAL = "model.", "model.language_model."

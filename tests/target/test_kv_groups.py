@@ -9,7 +9,7 @@ from peagle_train.recipe.schema import TargetSection
 from peagle_train.target.facts import KVLayer
 from peagle_train.target.kv_groups import groups_of_head, needs_flag
 from peagle_train.target.source import describe
-from tests import twins
+from peagle_train.twin import models as twins
 from tests.export.conftest import FACTS, small_head
 
 FULL, SLIDING = KVLayer(None, 8, 64), KVLayer(128, 8, 64)
@@ -62,6 +62,8 @@ def test_layers_are_read_from_head_and_target(tmp_path) -> None:
     twin = describe(TargetSection(model=str(twins.tiny_gemma4(tmp_path / "gemma"))))
     full = KVLayer(None, 2, 32)
     assert twin.kv_layers == (KVLayer(8, 2, 16), KVLayer(8, 2, 16), full) * 2
+    deep = describe(TargetSection(model=str(twins.tiny_gemma4(tmp_path / "deep", layers=12))))
+    assert deep.kv_layers == twin.kv_layers * 2  # from ten layers on transformers numbers them 00, 01, ...
     oss = describe(TargetSection(model=str(twins.tiny_gpt_oss(tmp_path / "oss"))))
     assert [layer.window for layer in oss.kv_layers] == [8, None, 8, None]
     plain = describe(TargetSection(model=str(twins.tiny_qwen2(tmp_path / "qwen2"))))

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from peagle_train.errors import PeagleError
 from peagle_train.target.mask_token import resolve_mask_token
-from tests.twin_tokenizers import SHAPES, save_tokenizer
-from tests.twins import MASK_TOKENS, TOKENIZERS, TWINS
+from peagle_train.twin.models import MASK_TOKENS, TOKENIZERS, TWINS
+from peagle_train.twin.tokenizers import SHAPES, save_tokenizer
 
 VOCAB = 256
 

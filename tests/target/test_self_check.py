@@ -20,9 +20,9 @@ from peagle_train.target import cache as cache_module
 from peagle_train.target.adapter import Target
 from peagle_train.target.self_check import self_check
 from peagle_train.target.source import describe, obtain
+from peagle_train.twin.models import TWINS, tiny_gemma4, tiny_gpt_oss, tiny_llama, tiny_qwen3_moe
+from peagle_train.twin.tokenizers import save_tokenizer
 from tests.target.test_adapter import load
-from tests.twin_tokenizers import save_tokenizer
-from tests.twins import TWINS, tiny_gemma4, tiny_gpt_oss, tiny_llama, tiny_qwen3_moe
 
 
 @pytest.mark.parametrize("kind", sorted(TWINS))
@@ -192,7 +192,9 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
 
 def test_a_class_nobody_checked(tmp_path: Path) -> None:
     edit_config(tiny_llama(tmp_path), architectures=["GraniteForCausalLM"])
-    with pytest.raises(PeagleError, match=r"GraniteForCausalLM: not supported.*tiny twin to tests/twins\.py"):
+    with pytest.raises(
+        PeagleError, match=r"GraniteForCausalLM: not supported.*tiny twin to peagle_train/twin/"
+    ):
         reload(tmp_path)
 
 

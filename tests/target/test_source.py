@@ -16,7 +16,7 @@ from peagle_train.errors import PeagleError
 from peagle_train.recipe.schema import TargetSection
 from peagle_train.target.facts import facts_of, settings_of
 from peagle_train.target.source import describe, obtain, target_fingerprint
-from tests.twins import tiny_gemma4_multimodal, tiny_gpt_oss, tiny_llama, tiny_qwen2
+from peagle_train.twin.models import tiny_gemma4_multimodal, tiny_gpt_oss, tiny_llama, tiny_qwen2
 
 
 def section(model: Path | str, **more: str) -> TargetSection:

@@ -23,7 +23,7 @@ from peagle_train.errors import PeagleError
 from peagle_train.target.gguf import _write_tokenizer
 from peagle_train.target.gguf_file import GGUFFile
 from peagle_train.target.mask_token import resolve_mask_token
-from tests.twin_tokenizers import QWEN3, QWEN_PLAIN, SHAPES, harmony
+from peagle_train.twin.tokenizers import QWEN3, QWEN_PLAIN, SHAPES, harmony
 
 PACKAGE = "quicktok-v1"
 

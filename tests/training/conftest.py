@@ -14,9 +14,9 @@ from peagle_train import Run
 from peagle_train.pipeline import run_stage
 from peagle_train.store.states import StateRow, StateStore, StateWriter
 from peagle_train.target.adapter import Target
+from peagle_train.twin.models import tiny_llama
 from tests.data_prep.inline import InlineJobs
 from tests.tiny_run import tiny_recipe
-from tests.twins import tiny_llama
 
 AUX_LAYERS = [1, 2, 3]
 

@@ -36,9 +36,9 @@ from peagle_train.head.model import DrafterHead
 from peagle_train.recipe.schema import CodSection, HeadSection, RopeSection
 from peagle_train.store.states import StateRow, StateStore, StateWriter
 from peagle_train.target.adapter import Target
+from peagle_train.twin.models import MASK_TOKENS
 from tests.training.conftest import Made
 from tests.training.test_loop import make_loop
-from tests.twins import MASK_TOKENS
 from tests.vllm.matrix import HIDDEN, TWINS
 
 CLASSES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma4")

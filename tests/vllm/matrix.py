@@ -16,7 +16,7 @@ from typing import Any
 
 from peagle_train.head.config import FULL, SLIDING
 from peagle_train.head.rope import Rope
-from tests import twins
+from peagle_train.twin import models as twins
 
 SMOLLM2 = "smollm2"
 HIDDEN = 128  # vLLM's attention on a CPU wants heads of at least 32

@@ -14,7 +14,7 @@ from rich.console import Console
 from peagle_train.foreign.bring import import_head
 from peagle_train.head.rope import Rope
 from peagle_train.target.adapter import Target
-from tests import twins
+from peagle_train.twin import models as twins
 from tests.foreign import publish
 from tests.vllm.conftest import RUNNER, collect, make_job, started, submit
 from tests.vllm.heads import make_head
