@@ -10,7 +10,7 @@ from peagle_train.planning.head import HeadPlan
 from peagle_train.planning.lengths import Lengths, SetLengths
 from peagle_train.recipe.schema import Recipe
 from peagle_train.run import run_directory
-from peagle_train.store import bytes_per_token
+from peagle_train.store.rows import stored_bytes_at_most
 from peagle_train.target.facts import TargetFacts
 
 GB = 1e9
@@ -50,14 +50,16 @@ class Disk:
 
 def disk_of(recipe: Recipe, facts: TargetFacts, head: HeadPlan, lengths: Lengths) -> Disk:
     """The disk a recipe needs. Sets of unknown size count as nothing; `Lengths.unknown` names them."""
-    aux = len(recipe.head.aux_layers)
-    token = bytes_per_token(aux, facts.hidden_size, recipe.states.dtype)
+    aux, width, dtype = len(recipe.head.aux_layers), facts.hidden_size, recipe.states.dtype
 
-    def states(rows: SetLengths, tokens: float) -> float:
-        return rows.total(tokens * token)
+    def row(prompt: int, answer: int) -> int:
+        return stored_bytes_at_most(prompt + answer, answer, aux, width, dtype)
 
-    expected = sum(states(rows, rows.mean_row) for rows in lengths.sets.values())
-    most = expected if lengths.exact else sum(states(r, r.longest) for r in lengths.sets.values())
+    def states(rows: SetLengths) -> float:
+        return rows.total(sum(row(*lengths) for lengths in rows.sample) / len(rows.sample))
+
+    expected = sum(states(rows) for rows in lengths.sets.values())
+    most = expected if lengths.exact else sum(r.total(row(*r.most)) for r in lengths.sets.values())
     if recipe.states.mode == "online":
         expected = most = 0
     elif recipe.states.mode == "bounded":

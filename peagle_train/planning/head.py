@@ -11,6 +11,7 @@ from peagle_train.head.model import DrafterHead
 from peagle_train.recipe.head import head_config
 from peagle_train.recipe.schema import Recipe
 from peagle_train.target.facts import TargetFacts
+from peagle_train.training.memory import weights_bytes
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class HeadPlan:
     @property
     def weights(self) -> int:
         """Bytes of the head while it is trained, in float32."""
-        return sum(t.numel() * t.element_size() for t in self.head.state_dict().values())
+        return weights_bytes(self.head)
 
 
 def head_of(recipe: Recipe, facts: TargetFacts) -> HeadPlan:
