@@ -9,6 +9,7 @@ No weight is read and no GPU is needed. Every figure comes from the code that th
 torch's meta device, the engine's memory plan, the packing of rows; what had to be assumed is named.
 """
 
-from peagle_train.planning.plan import Plan, plan_of, plan_recipe
+from peagle_train.planning.plan import Options, Plan, plan_of, plan_recipe, require
+from peagle_train.planning.report import in_short, print_plan
 
-__all__ = ["Plan", "plan_of", "plan_recipe"]
+__all__ = ["Options", "Plan", "in_short", "plan_of", "plan_recipe", "print_plan", "require"]

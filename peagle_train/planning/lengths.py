@@ -22,8 +22,8 @@ from peagle_train.stages import read_record
 from peagle_train.store.answers import AnswerStore
 from peagle_train.target.known import AnswerTokens
 
-SAMPLE = 1000
-"""Rows that stand for all of a set."""
+SAMPLE, ALIKE = 1000, 64
+"""Rows that stand for all of a set: of many lengths, or all of one, enough of them to be packed."""
 
 _DECIDE_LENGTHS = (
     "train",
@@ -99,7 +99,7 @@ def lengths_of(recipe: Recipe, measured: AnswerTokens | None) -> Lengths:
         return found
     data = recipe.data
     if measured is None:
-        answers, cut = [data.max_new_tokens], None
+        answers, cut = [data.max_new_tokens] * ALIKE, None
         source = "the recipe's bounds: every row as long as it may be"
     else:
         answers, cut = _drawn(measured, data.max_new_tokens)

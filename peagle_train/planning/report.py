@@ -5,12 +5,13 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from peagle_train.planning.plan import Plan
+from peagle_train.planning.plan import Options, Plan, plan_of
+from peagle_train.run import Run
 from peagle_train.training.memory import GIB
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """All of a plan."""
+def print_plan(plan: Plan, console: Console, *, refusals: bool = True) -> None:
+    """All of a plan. refusals: what cannot be, too; else somebody else tells that."""
     if plan.note is not None:
         _say(console, f"note: {plan.note}", "yellow")
     for table in (_head(plan), _data(plan), _training(plan), _memory(plan), _serving(plan)):
@@ -18,7 +19,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print()
     for text in plan.warnings:
         _say(console, f"warning: {text}", "yellow")
-    for text in plan.refusals:
+    for text in plan.refusals if refusals else ():
         _say(console, f"cannot be: {text}", "bold red")
 
 
@@ -35,7 +36,13 @@ def in_short(plan: Plan) -> str:
         f"training about {_hours(plan.hours.train)}",
     ]
     more = len(plan.warnings) + len(plan.refusals)
-    return f"plan: {'; '.join(parts)}" + (f"; {more} warnings: peagle plan {plan.source}" if more else "")
+    told = f" and {more} {'warning' if more == 1 else 'warnings'}" if more else ""
+    return f"plan: {'; '.join(parts)}; all of it{told}: peagle plan {plan.source}"
+
+
+def run_in_short(run: Run) -> str:
+    """The plan of a run that begins, in one line."""
+    return in_short(plan_of(run.recipe, run.facts, run.source, Options()))
 
 
 def _head(plan: Plan) -> Table:
@@ -81,7 +88,7 @@ def _training(plan: Plan) -> Table:
     table = _table(f"training: {plan.chosen.launch.name}, processes: {plan.chosen.launch.processes}")
     table.add_row("steps", f"{work.steps:,}, {_epochs(plan)}")
     table.add_row("tokens", f"{work.tokens_per_step:,.0f} a step, {work.tokens / 1e6:,.1f} million in all")
-    table.add_row("operations", f"{work.operations_per_step / 1e12:,.3g} T a step")
+    table.add_row("operations", f"{_operations(work.operations_per_step)} a step")
     table.add_row("time", f"about {_hours(plan.hours.train)}")
     table.add_row("rate", plan.hours.train_rate)
     return table
@@ -135,6 +142,10 @@ def _hours(hours: float) -> str:
 
 def _count(number: int) -> str:
     return f"{number / 1e9:,.2f} B" if number >= 1e9 else f"{number / 1e6:,.1f} M"
+
+
+def _operations(count: float) -> str:
+    return f"{count / 1e12:,.1f} TFLOP" if count >= 1e12 else f"{count / 1e9:,.2f} GFLOP"
 
 
 def _gb(size: float) -> str:

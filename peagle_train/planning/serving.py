@@ -17,16 +17,15 @@ from peagle_train.target.kv_groups import groups_of_head
 RUN_WITH = "0.32.0"
 """The vLLM that `make test-vllm` runs, with every class below."""
 
-_PARALLEL = ("0.16", "the first with parallel drafting, vllm-project/vllm#32887")
+_PARALLEL = "vLLM 0.16 or newer, the first with parallel drafting (vllm-project/vllm#32887)"
 _GROUPED = (
-    "0.17",
-    "and with vllm-project/vllm#35062 of March 2026, which gives the head a KV cache group beside a "
-    "hybrid target",
+    "a vLLM with parallel drafting (0.16, vllm-project/vllm#32887) and a KV cache group for the head beside "
+    "a hybrid target (vllm-project/vllm#35062, March 2026)"
 )
-_GEMMA4 = ("0.22", "the first whose Gemma 4 hands out aux states, vllm-project/vllm#39450")
+_GEMMA4 = "vLLM 0.22 or newer; Gemma 4 hands out its states since vllm-project/vllm#39450"
 
-# Class -> the oldest vLLM and why. Each has `SupportsEagle3` in 0.32 (tests/vllm/test_rules.py asks it).
-EAGLE3: dict[str, tuple[str, str]] = {
+# Class -> the oldest vLLM. Each has `SupportsEagle3` in 0.32: tests/vllm/test_rules.py asks it.
+EAGLE3: dict[str, str] = {
     "LlamaForCausalLM": _PARALLEL,
     "Qwen2ForCausalLM": _PARALLEL,
     "Qwen3ForCausalLM": _PARALLEL,
@@ -72,10 +71,7 @@ def _supported(facts: TargetFacts) -> Served:
     if found is None:
         text = f"vLLM {RUN_WITH} is not known to hand out aux states of {facts.class_name}"
         return Served("EAGLE-3 support", False, text)
-    version, why = found
-    return Served(
-        "EAGLE-3 support", True, f"{facts.class_name}: vLLM {version} or newer, {why}; proven with {RUN_WITH}"
-    )
+    return Served("EAGLE-3 support", True, f"{facts.class_name}: {found}; proven with {RUN_WITH}")
 
 
 def _groups(facts: TargetFacts, head: HeadConfig) -> Served:

@@ -31,9 +31,9 @@ TRAINED, ATTENTION = 3, 7
 RATES = {
     "cuda": (
         150e12,
-        "assumed: 150 TFLOP/s a GPU, 15 % of an H200's 989 in bfloat16; at it the 1.8 hours that arXiv "
-        "2602.01469 reports for UltraChat-200k on eight of them come out for rows of about 1,100 tokens. "
-        "No GPU has measured it: --rate",
+        "assumed: 150 TFLOP/s a GPU, 15 % of an H200's 989 in bfloat16; the epoch of UltraChat-200k that "
+        "arXiv 2602.01469 trains in 1.8 hours on eight of them is 100 to 210 by this count, for rows of "
+        "1,000 to 2,048 tokens. No GPU has measured ours: --rate",
     ),
     "cpu": (
         80e9,

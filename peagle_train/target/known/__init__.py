@@ -4,7 +4,7 @@ One JSON file a target holds what of its config.json decides sizes and shapes, w
 the published head, and, where somebody measured it, how long the target's answers are. A run never reads
 this: it reads the real config.json. Whatever was planned from here says so.
 
-    {"model", "sources": [...], "config": {...},
+    {"model", "sources": [...], "mask_token", "config": {...},
      "published": {"head", "positions", "k"}, "answer_tokens": {"median", "p90", "source"}}
 
 The last two may lack.
@@ -47,11 +47,13 @@ class AnswerTokens:
 class Known:
     """What one file holds.
 
-    config: as transformers reads config.json; sources: where its keys were looked up.
+    config: as transformers reads config.json; sources: where its keys were looked up. mask_token: what fits
+    `head.mask_token` (docs/targets.md).
     """
 
     model: str
     sources: list[str]
+    mask_token: str
     config: dict[str, Any]
     published: Published | None = None
     answer_tokens: AnswerTokens | None = None
@@ -95,4 +97,4 @@ def _read(path: Path) -> Known:
         for key, kind in (("published", Published), ("answer_tokens", AnswerTokens))
         if key in content
     }
-    return Known(content["model"], content["sources"], content["config"], **parts)
+    return Known(*(content[key] for key in ("model", "sources", "mask_token", "config")), **parts)
