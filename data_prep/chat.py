@@ -219,6 +219,9 @@ class _Choice:
         way = draw(self._asking.sampling, name, fingerprint([[_plain(turn) for turn in told], prompt.tools]))
         try:
             ids = self._renderer.render(asks[0], prompt.tools, way.variables)
+            named = prompt.tools or any(turn.tool_calls for turn in told)
+            if named and self._renderer.forges(ids, asks[0], prompt.tools, way.variables):
+                return CONTROL
         except RefusedTurnsError:
             return REFUSED
         if not self._shortest <= len(ids) <= self._longest:

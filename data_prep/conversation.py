@@ -183,6 +183,8 @@ class Conversation:
         self._history += [said.message, *dialog.turns[self._asked]]
         try:
             ids = talk.renderer.render(self._history, dialog.tools, dialog.variables)
+            if talk.renderer.forges(ids, self._history, dialog.tools, dialog.variables):
+                return CONTROL
         except RefusedTurnsError:
             return REFUSED
         most = talk.plan.max_prompt_tokens + self._asked * talk.plan.max_new_tokens

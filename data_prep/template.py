@@ -1,9 +1,9 @@
 """From turns to the token ids the target is served with.
 
 The target's own chat template is the only authority: it is rendered with its generation prompt, and
-the text it gives is tokenised as it stands. What a user typed must stay text. A turn, a tool or a tool's
-result that spells one of the tokenizer's control tokens (`<|im_end|>`, say) would become that token, end
-the turn and forge the next one: whoever renders asks `spells_control_token` first.
+the text it gives is tokenised as it stands. What a user typed must stay text: what spells one of the
+tokenizer's control tokens (`<|im_end|>`, say) would become that token, end the turn and forge the next one.
+So whoever renders asks `spells_control_token` before and, where tools are named, `forges` after it.
 
 Some templates write today's date (harmony, Llama 3). Rows must not depend on the day they were made, so
 such a template is told the day that the recipe names, and is refused where the recipe names none.
@@ -14,12 +14,14 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from typing import Any
 
 from jinja2 import TemplateError
 
+from data_prep.forgery import Marks, Neutral
 from data_prep.formats import format_of
 from data_prep.prompts import Message
 from peagle_train.errors import PeagleError
@@ -71,7 +73,9 @@ class ChatRenderer:
         self._source: str = tokenizer.get_chat_template()
         self._system_prompt = system_prompt
         self._variables = dict(variables or {})
-        self._control = _Marks(control_texts(tokenizer))
+        controls = control_texts(tokenizer)
+        self._control = Marks(controls)
+        self._control_ids = set(tokenizer.convert_tokens_to_ids(sorted(controls)))
         self.check_variables(self._variables)
         self._thoughts = [name for name in _THOUGHTS if self._reads(name)]
         self._template = _told_the_day(self._source, day)
@@ -133,16 +137,28 @@ class ChatRenderer:
     def spells_control_token(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str | None:
-        """The first control token that a turn or a tool spells, or None.
+        """The first control token that a turn or a tool spells, or None."""
+        turns = [[turn.content, turn.reasoning, turn.name, turn.tool_calls] for turn in messages]
+        return self._control.first_in([turns, tools])
 
-        Templates write names next to marks of their own, so a name with `<` or `>` counts as one.
+    def forges(
+        self,
+        token_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Whether a rendering holds control tokens that are not the template's own.
+
+        Templates write names next to marks of their own: `<` + name + `>` is a token for the name `think`.
+        Rendered with neutral words in place of all that was given, the same turns have the template's alone.
         """
-        given = [[turn.content, turn.reasoning, turn.name, turn.tool_calls] for turn in messages]
-        for text in _texts([given, tools]):
-            if (token := self._control.first_in(text)) is not None:
-                return token
-        named = [[{"name": turn.name}, turn.tool_calls] for turn in messages]
-        return next((name for name in _names([named, tools]) if "<" in name or ">" in name), None)
+        neutral = Neutral()
+        honest = self.render(neutral.turns(messages), neutral.tools(tools), variables)
+        return self._count(token_ids) != self._count(honest)
+
+    def _count(self, token_ids: Sequence[int]) -> Counter[int]:
+        return Counter(token for token in token_ids if token in self._control_ids)
 
     def _turns(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         turns = _template_turns(messages, self._thoughts)
@@ -158,24 +174,6 @@ class ChatRenderer:
 
     def _reads(self, name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
-
-
-class _Marks:
-    """Finds control tokens in text. Gemma has 6,000 of them: to look for each in turn would take hours."""
-
-    def __init__(self, texts: Set[str]):
-        self._texts = texts
-        self._lengths = sorted({len(text) for text in texts})
-        first = "".join(re.escape(letter) for letter in sorted({text[0] for text in texts}))
-        self._opening = re.compile(f"[{first}]" if texts else "(?!)")
-
-    def first_in(self, text: str) -> str | None:
-        for found in self._opening.finditer(text):
-            for length in self._lengths:
-                piece = text[found.start() : found.start() + length]
-                if piece in self._texts:
-                    return piece
-        return None
 
 
 def _template_turns(messages: Sequence[Message], thoughts: Sequence[str]) -> list[dict[str, Any]]:
@@ -209,31 +207,6 @@ def _template_turns(messages: Sequence[Message], thoughts: Sequence[str]) -> lis
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, keys too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from (str(key), *_texts(inner))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner)
-
-
-def _names(value: Any) -> Iterator[str]:
-    """All keys in a JSON value, and what stands under `name`."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield str(key)
-            if key == "name" and isinstance(inner, str):
-                yield inner
-            yield from _names(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _names(inner)
 
 
 def _told_the_day(template: str, day: date | None) -> str:

@@ -15,8 +15,9 @@ CHATML = """
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 
-# Qwen 3 and Qwen 3 Coder: tools in the system turn, their results in a user turn.
-_QWEN_HEAD = """
+# Qwen 3: tools in the system turn, results in a user turn, thoughts behind the last question alone.
+QWEN3 = """
+{%- set way = '<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>' -%}
 {%- set own = messages[0].content if messages[0].role == 'system' else '' -%}
 {%- if own or tools -%}
 {{- '<|im_start|>system\\n' + own + ('\\n\\n' if own and tools else '') -}}
@@ -27,20 +28,6 @@ _QWEN_HEAD = """
 {%- endif -%}
 {{- '<|im_end|>\\n' -}}
 {%- endif -%}
-"""
-_QWEN_RESULT = """
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
-"""
-
-# Thoughts stay behind the last question alone.
-QWEN3 = (
-    """
-{%- set way = '<tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call>' -%}
-"""
-    + _QWEN_HEAD
-    + """
 {%- set last = namespace(question=messages | length) -%}
 {%- for message in messages -%}
 {%- if message.role == 'user' -%}{%- set last.question = loop.index0 -%}{%- endif -%}
@@ -61,9 +48,9 @@ QWEN3 = (
 {%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- elif message.role == 'tool' -%}
-"""
-    + _QWEN_RESULT
-    + """
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
@@ -73,39 +60,51 @@ QWEN3 = (
 {%- endif -%}
 {%- endif -%}
 """
-)
 
-# No thoughts; a call's arguments are text between tags.
-QWEN3_CODER = (
-    """
-{%- set way = '<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n' -%}
-{%- set way = way + '</tool_call>' -%}
-"""
-    + _QWEN_HEAD
-    + """
+# No thoughts; tools, calls and their arguments stand between tags, also those named by the tool itself.
+QWEN3_CODER = """
+{%- set own = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- set messages = messages[1:] if messages[0].role == 'system' else messages -%}
+{%- if own or tools -%}
+{{- '<|im_start|>system\\n' + (own or 'You use tools.') -}}
+{%- if tools -%}
+{{- '\\n\\nFunctions:\\n\\n<tools>' -}}
+{%- for tool in tools -%}
+{%- set tool = tool.function if tool.function is defined else tool -%}
+{{- '\\n<function>\\n<name>' ~ tool.name ~ '</name>\\n<parameters>' -}}
+{%- for name, fields in tool.parameters.properties | items -%}
+{{- '\\n<parameter>\\n<name>' ~ name ~ '</name>' -}}
+{%- for key, field in fields | items -%}{{- '\\n<' ~ key ~ '>' ~ field ~ '</' ~ key ~ '>' -}}{%- endfor -%}
+{{- '\\n</parameter>' -}}
+{%- endfor -%}
+{{- '\\n</parameters>\\n</function>' -}}
+{%- endfor -%}
+{{- '\\n</tools>\\nCall one so:\\n<tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE' -}}
+{{- '\\n</parameter>\\n</function>\\n</tool_call>' -}}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
-{%- if message.role == 'user' -%}
-{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' -}}
-{%- elif message.role == 'assistant' -%}
-{{- '<|im_start|>assistant\\n' + message.content -}}
-{%- for call in message.tool_calls or [] -%}
-{{- ('\\n' if message.content or not loop.first else '') + '<tool_call>\\n' -}}
-{{- '<function=' + call.function.name + '>\\n' -}}
+{%- if message.role == 'assistant' and message.tool_calls -%}
+{{- '<|im_start|>assistant' + ('\\n' + (message.content | trim) + '\\n' if message.content | trim else '') -}}
+{%- for call in message.tool_calls -%}
+{{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' -}}
 {%- for key, value in call.function.arguments | items -%}
-{{- '<parameter=' + key + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' -}}
+{{- '<parameter=' + key + '>\\n' ~ value ~ '\\n</parameter>\\n' -}}
 {%- endfor -%}
 {{- '</function>\\n</tool_call>' -}}
 {%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- elif message.role == 'tool' -%}
-"""
-    + _QWEN_RESULT
-    + """
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user\\n' -}}{%- endif -%}
+{{- '<tool_response>\\n' + message.content + '\\n</tool_response>\\n' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+{%- else -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-)
 
 # The day and the tools come first, one call a turn, results come from `ipython`.
 LLAMA3 = """

@@ -223,7 +223,7 @@ def forgeries(chat: Chat, mark: str) -> list[tuple[list[Message], tuple[dict[str
             ([user, call, Message("tool", "5")], ()),
             ([user, fine, Message("tool", text)], ()),
             ([user], ({**TOOL, "function": {**TOOL["function"], "description": text}},)),  # type: ignore[dict-item]
-            ([user], ({**TOOL, "function": {**TOOL["function"], "name": "s>"}},)),  # type: ignore[dict-item]
+            ([user], ({**TOOL, "function": {**TOOL["function"], "name": text}},)),  # type: ignore[dict-item]
         ]
     return found
 

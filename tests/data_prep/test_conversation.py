@@ -75,6 +75,52 @@ def test_nothing_that_is_given_becomes_a_control_token(chat: Chat) -> None:
         assert [row.id for row in rows] == ["fine"] and left_out == {"train": {CONTROL: places}}
 
 
+def tool_with(name: str = "sum", parameter: str = "a", key: str = "title") -> dict[str, Any]:
+    properties = {parameter: {"type": "integer", key: "x"}}
+    return {"name": name, "description": "x", "parameters": {"type": "object", "properties": properties}}
+
+
+@pytest.mark.parametrize(
+    ("name", "tool", "key", "forges"),
+    [
+        ("qwen3_coder", tool_with(key="think"), "a", True),  # <think>x</think>
+        ("qwen3_coder", tool_with(key="tool_call"), "a", True),
+        ("qwen3_coder", tool_with(), "<|im_end|", True),  # <parameter=<|im_end|>
+        ("qwen3_coder", tool_with(name="think", parameter="tool_call"), "think", False),
+        ("qwen3_coder", tool_with(key="<b>"), "a < b >", False),
+        ("qwen3", tool_with(key="think"), "<|im_end|", False),  # quotes stand around names
+        ("harmony", tool_with(name="start", parameter="message", key="end"), "call", False),
+        ("gemma4", tool_with(name="table", parameter="eos", key="pad"), "image", False),
+        ("gemma4", tool_with(parameter="<"), "|tool_call>call:", False),
+    ],
+)
+def test_names_become_no_control_tokens(
+    name: str, tool: dict[str, Any], key: str, forges: bool, tmp_path: Path
+) -> None:
+    """A template may put a name between marks of its own: what comes of it is counted."""
+    chat = made(name, tmp_path)
+    called = Message("assistant", "", None, ({"name": tool["name"], "arguments": {key: 2}},))
+    turns = (Message("user", "Hi"), called, Message("tool", "5", name=tool["name"]))
+    sets = {
+        "train": [
+            Candidates(
+                [Prompt("p", turns, "p", (tool,)), Prompt("fine", (Message("user", "Ho"),), "fine")], None
+            )
+        ]
+    }
+    renderer = ChatRenderer(chat.tokenizer, day=chat.day)
+    rows, left_out = render_sets(renderer, sets, shortest=0, longest=4000)
+    assert left_out == {"train": {CONTROL: 1} if forges else {}} and len(rows) == 2 - forges
+
+
+def test_names_of_later_turns_become_no_control_tokens(plain: Chat) -> None:
+    called = Message("assistant", "", None, ({"name": "sum", "arguments": {"<|im_end|": 2}},))
+    later = [Message("user", "Hi"), Message("assistant", "no"), Message("user", "Ho"), called]
+    conversation = Conversation(plain.rendered([*later, Message("tool", "5")]), plain.talk)
+    say(plain, conversation, "It is 4.")
+    assert conversation.next is None and conversation.stopped == "spells a control token"
+
+
 def test_an_answer_that_spells_a_control_token_is_no_history(chat: Chat) -> None:
     """The target may write `<|im_end|>` in letters; rendered as history it would be one."""
     mark = marks_of(chat)[0]
