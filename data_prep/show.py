@@ -41,7 +41,8 @@ def show(run: Run, n: int, console: Console) -> None:
 def marked(row: AnswerRow, tokenizer: Any, *, colour: bool) -> Text:
     """One row as text: counts and spans, the tokens with the supervised ones marked, the ids."""
     total, supervised = len(row.token_ids), row.supervised
-    about = f"{total} tokens, {supervised} supervised, spans {row.spans}, finish {row.finish}"
+    turns = f"{len(row.spans)} turns, " if len(row.spans) > 1 else ""
+    about = f"{turns}{total} tokens, {supervised} supervised, spans {row.spans}, finish {row.finish}"
     if row.temperature:
         about += f", temperature {row.temperature:g}"
     if row.stopped:

@@ -43,9 +43,10 @@ class Gemma4(ChatFormat):
         marks = [mark for mark, _ in pieces]
         for (mark, text), following in zip(pieces[1:], [*marks[2:], ""], strict=True):
             if mark == "<|channel>":
-                if following != "<channel|>" or not f"{text}\n".startswith(_THOUGHT):
+                named = f"{text}\n"
+                if following != "<channel|>" or not named.startswith(_THOUGHT):
                     fault = fault or f"a channel that cannot be read: {text!r:.60}"
-                thoughts.append(text.removeprefix(_THOUGHT).strip("\n"))
+                thoughts.append(named.removeprefix(_THOUGHT).strip("\n"))
             elif mark == "<|tool_call>":
                 call = _call(text)
                 if call is None or following != "<tool_call|>":
