@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from datetime import date, datetime
 from typing import Any
 
@@ -71,7 +71,7 @@ class ChatRenderer:
         self._source: str = tokenizer.get_chat_template()
         self._system_prompt = system_prompt
         self._variables = dict(variables or {})
-        self._control = sorted(control_texts(tokenizer))
+        self._control = _Marks(control_texts(tokenizer))
         self.check_variables(self._variables)
         self._thoughts = [name for name in _THOUGHTS if self._reads(name)]
         self._template = _told_the_day(self._source, day)
@@ -139,9 +139,8 @@ class ChatRenderer:
         """
         given = [[turn.content, turn.reasoning, turn.name, turn.tool_calls] for turn in messages]
         for text in _texts([given, tools]):
-            for token in self._control:
-                if token in text:
-                    return token
+            if (token := self._control.first_in(text)) is not None:
+                return token
         named = [[{"name": turn.name}, turn.tool_calls] for turn in messages]
         return next((name for name in _names([named, tools]) if "<" in name or ">" in name), None)
 
@@ -159,6 +158,24 @@ class ChatRenderer:
 
     def _reads(self, name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
+
+
+class _Marks:
+    """Finds control tokens in text. Gemma has 6,000 of them: to look for each in turn would take hours."""
+
+    def __init__(self, texts: Set[str]):
+        self._texts = texts
+        self._lengths = sorted({len(text) for text in texts})
+        first = "".join(re.escape(letter) for letter in sorted({text[0] for text in texts}))
+        self._opening = re.compile(f"[{first}]" if texts else "(?!)")
+
+    def first_in(self, text: str) -> str | None:
+        for found in self._opening.finditer(text):
+            for length in self._lengths:
+                piece = text[found.start() : found.start() + length]
+                if piece in self._texts:
+                    return piece
+        return None
 
 
 def _template_turns(messages: Sequence[Message], thoughts: Sequence[str]) -> list[dict[str, Any]]:

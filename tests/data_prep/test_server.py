@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from data_prep.chat import Rendered
+from data_prep.chat import Asking, Rendered, render_sets
+from data_prep.conversation import Conversation, Talk, TalkPlan
+from data_prep.prompts import Candidates, Message, Prompt
 from data_prep.server import answer_by_server, client
 from data_prep.server.journal import FILE, Journal
 from data_prep.server.stage import ERRORS, StoppedError
@@ -26,6 +28,7 @@ from peagle_train.errors import PeagleError
 from peagle_train.pipeline import run_stage
 from peagle_train.recipe.schema import ServerSection
 from peagle_train.store import AnswerStore, AnswerWriter
+from peagle_train.twin.tokenizers import save_tokenizer
 from tests.tiny_run import tiny_recipe
 
 END, VOCAB = 2, 256
@@ -141,18 +144,57 @@ def prompts(count: int = 12) -> list[Rendered]:
 
 
 def ask(server: Server, folder: Path, rows: list[Rendered], **keys: Any) -> Any:
+    talk = keys.pop("talk", None)
     section = ServerSection(**{"url": server.url, "timeout": 5.0, "concurrency": 4, **keys})
     folder.mkdir(exist_ok=True)
     return answer_by_server(
         section,
         {0: rows[::2], 1: rows[1::2]},
         AnswerWriter(folder, "f"),
-        talk=None,
+        talk=talk,
         max_new_tokens=6,
         vocab_size=VOCAB,
         ends=[END],
         console=Console(quiet=True),
     )
+
+
+def dialogs(folder: Path, count: int) -> tuple[list[Rendered], Talk]:
+    """Conversations of two questions each, and what it takes to hold them."""
+    tokenizer = save_tokenizer(folder / "tokenizer")
+    plan = TalkPlan(None, {}, None, max_prompt_tokens=900, max_new_tokens=20, max_positions=1000)
+    asked = [
+        Prompt(f"p{n}", (Message("user", f"Question {n}"), Message("user", f"More {n}")), f"g{n}")
+        for n in range(count)
+    ]
+    talk = Talk(plan, tokenizer)
+    sets = {"train": [Candidates(asked, None)]}
+    rows, _ = render_sets(talk.renderer, sets, shortest=0, longest=900, asking=Asking(turns="each"))
+    return rows, talk
+
+
+def test_conversations_are_held_turn_by_turn(server: Server, tmp_path: Path) -> None:
+    rows, talk = dialogs(tmp_path, 5)
+    second = [Conversation(row, talk) for row in rows]
+    for conversation in second:
+        first = conversation.next
+        assert first is not None
+        said = answer_of(first, 6)
+        conversation.answered(said, "stop" if said[-1] == END else "length")
+    going = [conversation.next for conversation in second if conversation.next]
+    assert 0 < len(going) < 5  # an answer that is cut ends its conversation
+
+    work = ask(server, tmp_path / "one", rows, talk=talk)
+    assert work.rows == 5 and set(server.asked.values()) == {1}
+    assert set(server.asked) == {tuple(row.token_ids) for row in rows} | {tuple(ids) for ids in going}
+    stored(tmp_path / "one")
+    kept = {row.row: row for row in AnswerStore(tmp_path / "one").rows()}
+    assert sorted(kept) == [row.row for row in rows] == [0, 2, 4, 6, 8]
+    assert sorted(len(row.spans) for row in kept.values()) == [1] * (5 - len(going)) + [2] * len(going)
+    for row in kept.values():
+        for start, end in row.spans:
+            assert row.token_ids[start:end] == answer_of(row.token_ids[:start], 6)
+        assert (row.stopped == "cut at max_new_tokens") == (len(row.spans) == 1)
 
 
 def stored(folder: Path) -> dict[int, list[int]]:
@@ -308,8 +350,6 @@ def test_a_torn_and_a_changed_line_are_asked_again(server: Server, tmp_path: Pat
 
 
 def test_rows_have_the_numbers_and_names_of_this_run(tmp_path: Path) -> None:
-    from data_prep.conversation import Conversation
-
     first, second = prompts(1)[0], Rendered(30, "train", "renamed", "text 0", [7, 8, 20])
     journal = Journal(tmp_path)
     conversation = Conversation(first)

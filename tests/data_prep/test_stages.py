@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoTokenizer
 
 from data_prep import extract as extract_stage
 from data_prep import plan as plan_module
@@ -18,12 +19,13 @@ from data_prep import prepare as prepare_stage
 from data_prep.extract import extract
 from data_prep.jobs import Job
 from data_prep.prepare import prepare
+from data_prep.sampling import Chooser
 from data_prep.show import show
 from data_prep.workers import split_job
 from peagle_train.errors import PeagleError
 from peagle_train.run import Run
 from peagle_train.stages import StageResult
-from peagle_train.store import AnswerStore, StateStore
+from peagle_train.store import AnswerRow, AnswerStore, StateStore
 from peagle_train.twin.models import tiny_gpt_oss, tiny_llama, tiny_llama3
 from tests.data_prep.inline import InlineJobs
 
@@ -51,6 +53,7 @@ class Bench:
     def __init__(self, folder: Path):
         self.folder = folder
         self.jobs = InlineJobs()
+        self.rows: list[dict[str, Any]] = []
         tiny_llama(folder / "target", layers=4)
         for name, count in (("train", 9), ("validation", 3), ("heldout", 2)):
             rows = [{"prompt": f"{name} question {'x' * number}"} for number in range(count)]
@@ -62,7 +65,7 @@ class Bench:
         self.text = io.StringIO()
         self.console = Console(file=self.text, width=140)
 
-    def jsonl(self, name: str, rows: list[dict[str, str]]) -> None:
+    def jsonl(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         (self.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def __call__(self, stage: Callable[[Run, Console], StageResult], *overrides: str) -> StageResult:
@@ -234,3 +237,137 @@ def test_show_marks_exactly_the_supervised_tokens(bench: Bench) -> None:
     assert [token.startswith("*") for token in ids] == row.loss_mask
     assert [int(token.lstrip("*")) for token in ids] == row.token_ids
     assert "assistant\n>>" in text
+
+
+def talkative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the twin write text alone, and end its turn soon."""
+    choose = Chooser.choose
+
+    def without_marks(self: Chooser, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        logits = logits.clone()
+        logits[:, [0, 1, 3, 4, *range(109, logits.shape[1])]] = -torch.inf  # marks, rows without a token
+        logits[:, [2, 76, 88]] += 3  # <|im_end|>, h, t
+        return choose(self, logits, rows)
+
+    monkeypatch.setattr(Chooser, "choose", without_marks)
+
+
+@pytest.fixture
+def talking(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Training conversations of one to three questions, and two rows that come with their tokens."""
+    talkative(monkeypatch)
+    rows: list[dict[str, Any]] = []
+    for number in range(12):
+        rows.append({"messages": dialog(number), "id": number})
+    bench.rows = rows
+    bench.jsonl("train", [*rows, *GIVEN])
+    return bench
+
+
+GIVEN: list[dict[str, Any]] = [
+    {"id": "g1", "token_ids": [1, 40, 41, 2, 9, 1, 50, 51, 52, 2], "loss_mask": [0] * 6 + [1] * 4},
+    {"id": "g2", "token_ids": [1, 40, 42, 2, 60, 2, 9, 61, 62], "loss_mask": [0, 0, 0, 0, 1, 1, 0, 1, 1]},
+]
+EACH = ["data.turns=each", "data.max_new_tokens=12", "data.max_prompt_tokens=150", "data.batch_size=5"]
+HOT = [*EACH, "data.sampling=[{temperature: 1.0, top_p: 0.9, weight: 3}, {temperature: 0.0}]"]
+
+
+def dialog(number: int) -> list[dict[str, str]]:
+    turns = [{"role": "user", "content": f"question {number}"}]
+    for later in range(number % 3):
+        turns += [{"role": "assistant", "content": "no"}, {"role": "user", "content": f"more {later}"}]
+    return turns
+
+
+def test_conversations_are_answered_turn_by_turn(talking: Bench) -> None:
+    talking(prepare, *EACH)
+    store = AnswerStore(talking.answers)
+    rows = store.rows("train")
+    by_id: dict[str, list[AnswerRow]] = {}
+    for row in rows:
+        by_id.setdefault(row.id, []).append(row)
+    assert len(by_id) == 14 and max(len(row.spans) for row in rows) == 3
+    later = sum(count for reason, count in store.index["left_out"]["train"].items() if "later" in reason)
+    asked = {f"train:{number}": 1 + number % 3 for number in range(12)}
+    spans = {id: sum(len(row.spans) for row in mine) for id, mine in by_id.items() if id in asked}
+    assert sum(asked.values()) - sum(spans.values()) == later
+    assert later > 0
+    printed = " ".join(talking.text.getvalue().split())
+    assert f"{later} later turns: cut at max_new_tokens" in printed
+    tokenizer = AutoTokenizer.from_pretrained(talking.folder / "target")
+    for row in rows:
+        text = tokenizer.decode(row.token_ids)
+        assert "no<|im_end|>" not in text  # what the data recorded is not what was said
+    given = {row.id: row for row in rows if row.id in ("train:g1", "train:g2")}
+    assert given["train:g1"].loss_mask == [False] * 6 + [True] * 4
+    assert given["train:g2"].spans == [[4, 6], [7, 9]]
+    numbers = [row.row for row in store.rows()]
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_states_kept_in_the_same_pass_are_those_of_the_rows(talking: Bench, anew: bool) -> None:
+    """Of several turns in a row, of rows begun anew, of rows that came with their tokens."""
+    if anew:  # history is not what was generated
+        template = talking.folder / "target" / "chat_template.jinja"
+        template.write_text(
+            template.read_text().replace("message['content']", "(message['content'] | upper)")
+        )
+    talking(prepare, *EACH)
+    kept = StateStore(talking.states)
+    rows = AnswerStore(talking.answers).rows("train")
+    assert (len({row.id for row in rows}) < len(rows)) == anew
+    assert max(len(row.spans) for row in rows) > 1
+    assert len(kept) == len(AnswerStore(talking.answers).rows())
+    second = [*EACH, "states.keep_while_answering=false", "name=second"]
+    talking(prepare, *second)
+    talking(extract, *second)
+    made = StateStore(talking.folder / "runs/second/states")
+    assert AnswerStore(talking.folder / "runs/second/answers").rows() == AnswerStore(talking.answers).rows()
+    for info in kept.info():
+        ours, again = kept.read(info.row), made.read(info.row)
+        assert torch.equal(ours.token_ids, again.token_ids) and torch.equal(ours.loss_mask, again.loss_mask)
+        torch.testing.assert_close(ours.aux, again.aux, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(ours.last, again.last, atol=2e-5, rtol=1e-4)
+
+
+def test_sampled_conversations_go_on_after_a_kill_with_the_input_reshuffled(talking: Bench) -> None:
+    talking(prepare, *HOT)
+    before = AnswerStore(talking.answers).batches()
+    temperatures = {row.set: set() for batch in before for row in batch}
+    for row in (row for batch in before for row in batch):
+        temperatures[row.set].add(row.temperature)
+    assert temperatures == {"train": {0.0, 1.0}, "validation": {0.0}, "mine": {0.0}}
+    for folder in (talking.answers, talking.states):
+        (folder / "index.json").unlink()
+        record = json.loads((folder / "stage.json").read_text())
+        (folder / "stage.json").write_text(json.dumps({**record, "finished": None, "seconds": None}))
+    (talking.answers / "batch-00001.jsonl").unlink()
+    talking.jsonl("train", [*GIVEN, *talking.rows[::-1]])
+    result = talking(prepare, *HOT)
+    assert not result.skipped and talking.jobs.batches == [1]
+    assert AnswerStore(talking.answers).batches() == before
+    talking(prepare, *HOT, "name=other")
+    assert AnswerStore(talking.folder / "runs/other/answers").batches() == before
+    talking(prepare, *HOT, "name=seeded", "seed=1")
+    seeded = AnswerStore(talking.folder / "runs/seeded/answers").rows()
+    first = sorted((row for batch in before for row in batch), key=lambda row: row.row)
+    assert [row.token_ids for row in seeded] != [row.token_ids for row in first]
+    greedy = {row.id: row.token_ids for row in first if not row.temperature and row.set != "train"}
+    assert {row.id: row.token_ids for row in seeded if row.id in greedy} == greedy
+
+
+def test_answers_depend_on_the_seed_only_where_tokens_are_drawn(talking: Bench) -> None:
+    talking(prepare, *EACH)
+    assert talking(prepare, *EACH, "seed=1").skipped
+    talking(prepare, *HOT)
+    assert not talking(prepare, *HOT, "seed=1").skipped
+
+
+def test_a_format_that_cannot_be_read_back_is_refused_before_anything_is_asked(talking: Bench) -> None:
+    template = talking.folder / "target" / "chat_template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(PeagleError, match=r"its chat format is none of .*set data\.turns: last"):
+        talking(prepare, *EACH)
+    assert not talking.jobs.batches
+    assert not talking(prepare).skipped
