@@ -1,4 +1,4 @@
-"""Greedy answers of the target, batched, with the hidden states of the same pass.
+"""Answers of the target, batched, with the hidden states of the same pass.
 
     prompts                  generated                    fed to the target     states kept
     s s . . p p              a a a e                      s s p p a a a         of exactly these
@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from data_prep.sampling import Chooser, Draw
 from peagle_train.target.adapter import Target
 
 
@@ -41,12 +42,14 @@ def answer(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
+    draws: Sequence[Draw] | None = None,
     aux_layers: Sequence[int] = (),
     keep: torch.dtype | None = None,
     on_tokens: Callable[[int], None] | None = None,
 ) -> list[Answer]:
-    """Answers a batch of prompts greedily, until an end token or `max_new_tokens`.
+    """Answers a batch of prompts, until an end token or `max_new_tokens`.
 
+    draws: how each prompt is answered; None: all of them greedily.
     keep: dtype in which the states are kept; None keeps none and taps no layer.
     on_tokens: called after every step with the number of tokens it generated.
     """
@@ -65,6 +68,7 @@ def answer(
     ids, mask = ids.to(target.device), mask.to(target.device)
     positions = mask.cumsum(1).sub_(1).clamp_(min=0)  # [B, total]; padding repeats the position before it
     book = _Book(batch, total, shared, keep)
+    chooser = Chooser(draws)
     cache = target.new_cache()
 
     rows = torch.arange(batch)  # which prompt each live row of the batch is
@@ -84,7 +88,7 @@ def answer(
             position_ids=positions[:, start:stop],
         )
         book.keep_states(rows, start, tapped.aux, tapped.last)
-        chosen = target.logits(tapped.last[:, -1]).argmax(dim=-1)  # [b]
+        chosen = chooser.choose(target.logits(tapped.last[:, -1]), rows)  # [b]
         book.keep_tokens(rows[running], chosen.cpu()[running])
         if on_tokens is not None:
             on_tokens(int(running.sum()))

@@ -1,133 +1,166 @@
-"""From a conversation to the token ids the target is served with.
+"""From prompts to what the target is asked: rendered, told apart, numbered.
 
-The target's own chat template is the only authority: it is rendered with its generation prompt, and
-the text it gives is tokenised as it stands. What a user typed must stay text. A prompt that spells one
-of the tokenizer's control tokens (`<|im_end|>`, say) would become that token, end the user's turn and
-forge the next one, so it is left out and counted.
+    candidates ──► turns.py ──► template.py ──► those that fit, no text twice, none that forges a turn
+    of each set    what is      token ids       ──► Rendered, numbered through all sets
+                   asked, how
 
-Some templates write today's date (harmony, Llama 3). Rows must not depend on the day they were made, so
-such a template is told the day that the recipe names, and is refused where the recipe names none.
+A prompt reserves as many row numbers as it has answers to come, so numbers do not depend on the answers.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date, datetime
-from typing import Any
+from typing import Any, Literal
 
-from jinja2 import TemplateError
-
-from data_prep.prompts import Candidates, Message, prove_disjoint
+from data_prep.prompts import Candidates, Message, Prompt, prove_disjoint
 from data_prep.prompts.collect import CONTAMINATED
+from data_prep.template import ChatRenderer, RefusedTurnsError
+from data_prep.turns import Turns, asks_of, draw
 from peagle_train.errors import PeagleError
-from peagle_train.target.tokens import control_texts
+from peagle_train.files import fingerprint
+from peagle_train.recipe.schema import Recipe, Sampling
+from peagle_train.target.facts import TargetFacts
+
+__all__ = ["Asking", "ChatRenderer", "Dialog", "Given", "RefusedTurnsError", "Rendered", "render_sets"]
 
 TOO_LONG = "too long"  # more than data.max_prompt_tokens
 TOO_SHORT = "too short"  # fewer than data.min_prompt_tokens
-CONTROL = "control token"  # spelled in the text of a turn
+NO_ROOM = "no room for an answer"  # with data.max_new_tokens, more than the target's positions
+CONTROL = "control token"  # spelled in the text of a turn or a tool
 REPEATS = "repeats"  # the same text stands earlier in the set
 ELSEWHERE = "in another set"  # held-out prompts are not trained on, whatever files they come from
 REFUSED = "refused by the template"
-
-_CLOCK = r"""strftime_now\(\s*('[^']*'|"[^"]*")\s*\)"""
-_KEYS_FOR = {"strftime_now": "; set data.date", "messages": "; set data.system_prompt, or write the turns"}
-
+FOREIGN = "ids the target does not have"  # of rows that come with their tokens
 
 _LATER = ("validation", "train")
-_NO_DAY = "data.date=YYYY-MM-DD"
 
 
-class RefusedTurnsError(PeagleError):
-    """The target's chat template does not take these turns."""
+@dataclass(frozen=True)
+class Dialog:
+    """What the later turns of a conversation need.
+
+    turns: what comes on top before each answer; the first is in the prompt's tokens already.
+    variables: for the chat template, over those of all prompts.
+    """
+
+    turns: tuple[tuple[Message, ...], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    variables: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """Answers that came with the prompt: nothing is asked."""
+
+    spans: list[list[int]]  # [start, end) of every generated turn
+    finish: Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """One prompt, ready to be answered."""
+    """One prompt, ready to be asked; plain values alone, since it travels to workers as JSON.
 
-    row: int  # index over all sets of the run
+    Attributes:
+        row: index of its first row over all sets of the run; it may fill `asks` of them.
+        token_ids: up to and including the first generation prompt; of a given row all of its tokens.
+        temperature, top_p: how it is to be answered; 0: greedily. seed: of everything drawn.
+        dialog: None where one answer is all.
+    """
+
+    row: int
     set: str
     id: str
     text: str
     token_ids: list[int]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    dialog: Dialog | None = None
+    given: Given | None = None
 
+    @property
+    def asks(self) -> int:
+        """Answers to come at most, and rows."""
+        return 1 if self.dialog is None else len(self.dialog.turns)
 
-class ChatRenderer:
-    """Renders prompts through one tokenizer's chat template."""
+    @property
+    def key(self) -> str:
+        """Names what is asked and how, by content alone: the same on every run and in any order."""
+        parts: list[Any] = [self.set, self.token_ids, self.temperature, self.top_p]
+        parts += [self.seed] if self.temperature else []
+        if self.dialog is not None:
+            later = [[_plain(message) for message in turn] for turn in self.dialog.turns[1:]]
+            parts += [later, list(self.dialog.tools), self.dialog.variables or {}]
+        return fingerprint(parts)
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        system_prompt: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        day: date | None = None,
-    ):
-        """variables: what the template reads besides the messages. day: what it is told as today.
-
-        Raises PeagleError if the tokenizer has no chat template, and for a variable or a day that its
-        template does not read.
-        """
-        if not tokenizer.chat_template:
-            raise PeagleError(
-                f"target {tokenizer.name_or_path}: its tokenizer has no chat template, so nobody knows how "
-                "it is served; use the instruction-tuned model, or put its chat_template.jinja beside "
-                "tokenizer.json"
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Rendered:
+        """Back from `dataclasses.asdict`, as JSON keeps it."""
+        dialog, given = value.get("dialog"), value.get("given")
+        if dialog is not None:
+            turns = tuple(
+                tuple(Message(**{**turn, "tool_calls": tuple(turn["tool_calls"])}) for turn in turns)
+                for turns in dialog["turns"]
             )
-        self._tokenizer = tokenizer
-        self._system_prompt = system_prompt
-        self._variables = dict(variables or {})
-        self._control = sorted(control_texts(tokenizer))
-        _check_variables(self._variables, tokenizer)
-        self._template = _told_the_day(tokenizer.get_chat_template(), day)
+            dialog = Dialog(turns, tuple(dialog["tools"]), dialog["variables"])
+        return cls(**{**value, "dialog": dialog, "given": given and Given(**given)})
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids up to and including the generation prompt.
 
-        Raises PeagleError if the template refuses the turns, or asks for a day that was not named.
-        """
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        if self._system_prompt is not None and turns[0]["role"] != "system":
-            turns.insert(0, {"role": "system", "content": self._system_prompt})
-        try:
-            text = self._tokenizer.apply_chat_template(
-                turns,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._variables,
-            )
-        except TemplateError as error:
-            kind = PeagleError if _NO_DAY in str(error) else RefusedTurnsError
-            raise kind(
-                f"target {self._tokenizer.name_or_path}: its chat template refuses turns of "
-                f"{', '.join(turn['role'] for turn in turns)}: {error}"
-            ) from error
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+@dataclass(frozen=True)
+class Asking:
+    """How prompts become questions, as the recipe says it.
 
-    def spells_control_token(self, messages: Sequence[Message]) -> str | None:
-        """The first control token that a turn spells, or None."""
-        for message in messages:
-            for token in self._control:
-                if token in message.content:
-                    return token
-        return None
+    Attributes:
+        turns, sampling, max_new_tokens: of the recipe's data.
+        seed: of the recipe; it matters where a temperature is drawn.
+        vocab_size, max_positions: of the target; None: no limit is looked at.
+        ends: the tokens that end an answer; of rows that come with their tokens.
+    """
+
+    turns: Turns = "last"
+    sampling: tuple[Sampling, ...] = ()
+    max_new_tokens: int = 0
+    seed: int = 0
+    vocab_size: int | None = None
+    max_positions: int | None = None
+    ends: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, recipe: Recipe, facts: TargetFacts, ends: Sequence[int]) -> Asking:
+        """That of a recipe and its target."""
+        data = recipe.data
+        return cls(
+            turns=data.turns,
+            sampling=tuple(data.sampling),
+            max_new_tokens=data.max_new_tokens,
+            seed=recipe.seed,
+            vocab_size=facts.vocab_size,
+            max_positions=facts.max_position_embeddings,
+            ends=tuple(ends),
+        )
 
 
 def render_sets(
-    renderer: ChatRenderer, sets: dict[str, list[Candidates]], *, shortest: int, longest: int
+    renderer: ChatRenderer,
+    sets: dict[str, list[Candidates]],
+    *,
+    shortest: int,
+    longest: int,
+    asking: Asking | None = None,
 ) -> tuple[list[Rendered], dict[str, dict[str, int]]]:
     """The first `count` prompts of each part that can be asked, numbered through all sets.
 
     Also what was passed over, by set and reason. A text that several sets have goes to the held-out one, then
     to validation: nothing that is measured is trained on. A part may end up with fewer than its count.
-    Raises PeagleError if a set loses all of its prompts.
+    Raises PeagleError if a set loses all of its prompts, and for variables of a way that the template does
+    not read.
     """
-    owner: dict[str, str] = {}
+    asking = asking or Asking()
+    for number, way in enumerate(asking.sampling):
+        renderer.check_variables(way.template_variables, f"data.sampling.{number}.template_variables")
+    choice = _Choice(renderer, asking, shortest, longest)
     chosen: dict[str, list[Rendered]] = {}
     left_out: dict[str, dict[str, int]] = {}
     for name in [*(name for name in sets if name not in _LATER), *_LATER]:
@@ -138,49 +171,91 @@ def render_sets(
         for part in sets[name]:
             reasons[REPEATS] += part.repeats
             reasons[CONTAMINATED] += part.contaminated
-            taken = _take(renderer, part, name, owner, reasons, shortest=shortest, longest=longest)
-            chosen[name] += taken
+            chosen[name] += choice.take(part, name, reasons)
         left_out[name] = {reason: count for reason, count in reasons.items() if count}
         if not chosen[name]:
             raise _nothing_left(name, sets[name], left_out[name], longest)
-    rows = [row for name in sets for row in chosen[name]]
-    rows = [replace(row, row=number) for number, row in enumerate(rows)]
+    rows: list[Rendered] = []
+    number = 0
+    for prompt in (prompt for name in sets for prompt in chosen[name]):
+        rows.append(replace(prompt, row=number))
+        number += prompt.asks
     prove_disjoint((row.set, row.id, row.text) for row in rows)
     return rows, {name: left_out[name] for name in sets}
 
 
-def _take(
-    renderer: ChatRenderer,
-    part: Candidates,
-    name: str,
-    owner: dict[str, str],
-    reasons: Counter[str],
-    *,
-    shortest: int,
-    longest: int,
-) -> list[Rendered]:
-    """The first `count` prompts of a part that can be asked; `owner` says which set has a text."""
-    taken: list[Rendered] = []
-    for prompt in part.prompts:
-        if len(taken) == part.count:
-            break
-        if prompt.text in owner:
-            reasons[REPEATS if owner[prompt.text] == name else ELSEWHERE] += 1
-            continue
-        if renderer.spells_control_token(prompt.messages):
-            reasons[CONTROL] += 1
-            continue
+class _Choice:
+    """Chooses prompts, set after set, and remembers whose a text is."""
+
+    def __init__(self, renderer: ChatRenderer, asking: Asking, shortest: int, longest: int):
+        self._renderer, self._asking = renderer, asking
+        self._shortest, self._longest = shortest, longest
+        self._owner: dict[str, str] = {}  # the set that has a text
+        self._given: set[str] = set()  # rows that came with their tokens: a prompt may have several
+
+    def take(self, part: Candidates, name: str, reasons: Counter[str]) -> list[Rendered]:
+        """The first `count` prompts of a part that can be asked; counts the others under their reason."""
+        taken: list[Rendered] = []
+        for prompt in part.prompts:
+            if len(taken) == part.count:
+                break
+            found = self._given_row(prompt, name) if prompt.answered else self._asked(prompt, name)
+            if isinstance(found, str):
+                reasons[found] += 1
+            else:
+                self._owner[found.text] = name
+                taken.append(found)
+        return taken
+
+    def _asked(self, prompt: Prompt, name: str) -> Rendered | str:
+        """The prompt, rendered, or why it is left out."""
+        asks = asks_of(prompt.messages, self._asking.turns)
+        told = [message for ask in asks for message in ask]
+        text = "\n\n".join(message.content for message in told)
+        if text in self._owner:
+            return REPEATS if self._owner[text] == name else ELSEWHERE
+        if self._renderer.spells_control_token(told, prompt.tools):
+            return CONTROL
+        way = draw(self._asking.sampling, name, fingerprint([[_plain(turn) for turn in told], prompt.tools]))
         try:
-            ids = renderer.render(prompt.messages)
+            ids = self._renderer.render(asks[0], prompt.tools, way.variables)
         except RefusedTurnsError:
-            reasons[REFUSED] += 1
-            continue
-        if not shortest <= len(ids) <= longest:
-            reasons[TOO_LONG if len(ids) > longest else TOO_SHORT] += 1
-            continue
-        owner[prompt.text] = name
-        taken.append(Rendered(0, name, prompt.id, prompt.text, ids))
-    return taken
+            return REFUSED
+        if not self._shortest <= len(ids) <= self._longest:
+            return TOO_LONG if len(ids) > self._longest else TOO_SHORT
+        if not self._fits(len(ids) + self._asking.max_new_tokens):
+            return NO_ROOM
+        dialog = Dialog(tuple(asks), prompt.tools, way.variables) if len(asks) > 1 else None
+        seed = self._asking.seed
+        return Rendered(0, name, prompt.id, text, ids, way.temperature, way.top_p, seed, dialog)
+
+    def _given_row(self, prompt: Prompt, name: str) -> Rendered | str:
+        """A row that came with its tokens, or why it is left out. What follows its last answer is cut."""
+        assert prompt.answered is not None
+        spans = [list(span) for span in prompt.answered.spans]
+        ids = list(prompt.answered.token_ids[: spans[-1][1]])
+        if not all(id >= 0 and id < (self._asking.vocab_size or id + 1) for id in ids):
+            return FOREIGN
+        whole = fingerprint(ids)
+        text = self._renderer.text(ids[: spans[0][0]])
+        if whole in self._given:
+            return REPEATS
+        if self._owner.get(text, name) != name:
+            return ELSEWHERE
+        if not self._shortest <= spans[0][0] <= self._longest:
+            return TOO_LONG if spans[0][0] > self._longest else TOO_SHORT
+        if not self._fits(len(ids)):
+            return NO_ROOM
+        self._given.add(whole)
+        finish: Literal["stop", "length"] = "stop" if ids[-1] in self._asking.ends else "length"
+        return Rendered(0, name, prompt.id, text, ids, given=Given(spans, finish))
+
+    def _fits(self, tokens: int) -> bool:
+        return self._asking.max_positions is None or tokens <= self._asking.max_positions
+
+
+def _plain(message: Message) -> list[Any]:
+    return [message.role, message.content, message.reasoning, list(message.tool_calls), message.name]
 
 
 def _nothing_left(name: str, parts: list[Candidates], left_out: dict[str, int], longest: int) -> PeagleError:
@@ -188,46 +263,9 @@ def _nothing_left(name: str, parts: list[Candidates], left_out: dict[str, int], 
     cure = "choose other prompts"
     if TOO_LONG in left_out:
         cure = f"raise data.max_prompt_tokens (now {longest}) or {cure}"
+    elif NO_ROOM in left_out:
+        cure = f"lower data.max_new_tokens or {cure}"
+    elif FOREIGN in left_out:
+        cure = "check that the rows' token ids were made with this target's tokenizer"
     number = sum(len(part.prompts) for part in parts)
     return PeagleError(f"set {name!r}: none of its {number} prompts is left ({why}); {cure}")
-
-
-def _told_the_day(template: str, day: date | None) -> str:
-    """The template with the clock it asks for, `strftime_now`, replaced by a macro that knows one day.
-
-    transformers gives templates the clock itself and lets no caller replace it; a macro of that name in
-    the template comes before it. Only formats that stand in the template can be told; without a day, none.
-    """
-    if "strftime_now" not in template:
-        if day is not None:
-            raise PeagleError(f"data.date: found {day}; but the target's chat template writes no date")
-        return template
-    told = {}
-    if day is not None:
-        formats = [quoted[1:-1] for quoted in re.findall(_CLOCK, template)]
-        told = {format: datetime(day.year, day.month, day.day).strftime(format) for format in formats}
-    unknown = (
-        "it asks for today's date, which would change the rows from day to day; name the day in the recipe: "
-        f"{_NO_DAY}"
-        if day is None
-        else "it asks for the date in a format that does not stand in the template; mend the template"
-    )
-    return (
-        f"{{% macro strftime_now(format) %}}{{% set told = {json.dumps(told)} %}}{{% if format in told %}}"
-        f"{{{{ told[format] }}}}{{% else %}}{{{{ raise_exception({json.dumps(unknown)}) }}}}{{% endif %}}"
-        f"{{% endmacro %}}\n{template}"  # the newline after a block is dropped
-    )
-
-
-def _check_variables(variables: Mapping[str, Any], tokenizer: Any) -> None:
-    """Raises PeagleError for a variable that would be ignored, or that is not the recipe's to set."""
-    taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
-    for name in variables:
-        key = f"data.template_variables.{name}"
-        if name in taken or name in _KEYS_FOR:
-            raise PeagleError(f"{key}: the renderer itself sets `{name}`{_KEYS_FOR.get(name, '')}")
-        if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
-            raise PeagleError(
-                f"{key}: the target's chat template does not read `{name}`, so it would change nothing; "
-                "look the name up in the template, or leave it out"
-            )

@@ -8,9 +8,10 @@ import torch
 from rich.text import Text
 
 from data_prep.answer import answer
-from data_prep.chat import ChatRenderer, render_sets
-from data_prep.conversation import Conversation
+from data_prep.chat import Asking, ChatRenderer, render_sets
+from data_prep.conversation import Conversation, Talk, TalkPlan
 from data_prep.prompts import Message, Rejects, collect
+from data_prep.sampling import Draw
 from data_prep.show import marked
 from data_prep.teacher_forcing import forced_states
 from peagle_train.doctor.patient import Line, Patient, failure, ok, warning
@@ -34,7 +35,11 @@ def prompts(patient: Patient) -> Iterator[Line]:
             "`peagle prepare` quotes them in rejects.jsonl",
         )
     rows, left_out = render_sets(
-        renderer, candidates, shortest=data.min_prompt_tokens, longest=data.max_prompt_tokens
+        renderer,
+        candidates,
+        shortest=data.min_prompt_tokens,
+        longest=data.max_prompt_tokens,
+        asking=Asking.of(patient.small, patient.facts, patient.end_token_ids),
     )
     patient.renderer, patient.asked = renderer, rows
     for name in dict.fromkeys(row.set for row in rows):
@@ -71,10 +76,13 @@ def answers(patient: Patient) -> Iterator[Line]:
     """The target answers; its tokens, and only these, are supervised. Leaves rows and their states."""
     target = patient.target
     assert target is not None
-    conversations = [Conversation(row) for row in patient.asked]
+    plan = TalkPlan.of(patient.small.data, patient.facts)
+    talk = None if plan is None else Talk(plan, patient.tokenizer)
+    conversations = [Conversation(row, talk) for row in patient.asked]
     while open_ones := [conversation for conversation in conversations if conversation.next is not None]:
         asked = [list(conversation.next or ()) for conversation in open_ones]
-        found = answer(target, asked, max_new_tokens=patient.small.data.max_new_tokens)
+        draws = [Draw(one.temperature, one.top_p, one.seed) for one in open_ones]
+        found = answer(target, asked, max_new_tokens=patient.small.data.max_new_tokens, draws=draws)
         for conversation, said in zip(open_ones, found, strict=True):
             conversation.answered(said.token_ids[said.prompt_length :], said.finish)
     patient.rows = [row for conversation in conversations for row in conversation.rows()]

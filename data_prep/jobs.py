@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_prep.chat import Rendered
+from data_prep.conversation import TalkPlan
 from peagle_train.store.answers import AnswerRow
 from peagle_train.store.writer import StateWriter
 
@@ -71,6 +72,7 @@ class Job:
     answers_dir: str = ""
     answers_fingerprint: str = ""
     max_new_tokens: int = 0
+    talk: TalkPlan | None = None  # conversations of several turns
     prompts: dict[int, list[Rendered]] = field(default_factory=dict)  # kind "answer"
     answered: dict[int, list[AnswerRow]] = field(default_factory=dict)  # kind "extract"
     batch_tokens: int = 16384  # kind "extract": most tokens of one pass
@@ -83,13 +85,14 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> Job:
         value: dict[str, Any] = json.loads(text)
-        plan, vllm = value.pop("states"), value.pop("vllm")
+        plan, talk, vllm = value.pop("states"), value.pop("talk"), value.pop("vllm")
         prompts, answered = value.pop("prompts"), value.pop("answered")
         return cls(
             **value,
             states=StatesPlan(**plan) if plan else None,
+            talk=TalkPlan(**talk) if talk else None,
             vllm=VllmPlan(**vllm) if vllm else None,
-            prompts={int(key): [Rendered(**row) for row in rows] for key, rows in prompts.items()},
+            prompts={int(key): [Rendered.from_json(row) for row in rows] for key, rows in prompts.items()},
             answered={int(key): [AnswerRow(**row) for row in rows] for key, rows in answered.items()},
         )
 

@@ -42,6 +42,8 @@ def prepare_parts(run: Run, folder: Path) -> dict[str, Any]:
         "target.dtype": recipe.target.dtype,
         "data": recipe.data.model_dump(mode="json", exclude={"workers": True, "server": _SERVER}),
         "sources": sources_fingerprint(recipe.data),
+        # Greedy answers need no seed.
+        **({"seed": recipe.seed} if any(way.temperature for way in recipe.data.sampling) else {}),
     }
 
 

@@ -1,6 +1,6 @@
 """The stage `prepare`: prompts of every set, answered by the target.
 
-    prompts/ ──► chat.py ──► batches of like length ──► workers (answer.py) ──► answers/  and, in the same
+    prompts/ ──► chat.py ──► batches of like length ──► workers (worker.py) ──► answers/  and, in the same
     of each set   token ids    (jobs.py)                                       ──► states/   pass, the states
 
 With states.keep_while_answering the states store is finished here as well, under the fingerprint that
@@ -10,12 +10,15 @@ With states.keep_while_answering the states store is finished here as well, unde
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.chat import ChatRenderer, Rendered, render_sets
+from data_prep.chat import Asking, ChatRenderer, Rendered, render_sets
+from data_prep.conversation import Talk, TalkPlan
 from data_prep.jobs import Job, StatesPlan, even_batches
 from data_prep.plan import (
     check_disk,
@@ -30,6 +33,7 @@ from data_prep.server import answer_by_server
 from data_prep.server.stage import Answering
 from data_prep.workers import Work, run_jobs, split_job
 from peagle_train.files import fingerprint, remove_leftovers
+from peagle_train.recipe.schema import DataSection
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, seal
 from peagle_train.store import AnswerWriter, SetCounts
@@ -68,23 +72,28 @@ def prepare(run: Run, console: Console) -> StageResult:
         console.print(f"{len(sealed)} of {len(batches)} batches are there already", highlight=False)
     work: Work | Answering | None = None
     if todo and server is not None:
+        tokenizer = _tokenizer(run, folder)
         work = answer_by_server(
             server,
             todo,
             writer,
+            talk=_talk(run, tokenizer),
             max_new_tokens=run.recipe.data.max_new_tokens,
             vocab_size=run.facts.vocab_size,
-            ends=_ends(run, folder),
+            ends=_ends(run, folder, tokenizer),
             console=console,
         )
     elif todo:
         work = _answer(run, folder, todo, plan, writer, console)
     if plan is not None:
         _seal_states(run, plan, of_states, batches)
+    for name, unasked in _unasked(rows, writer).items():
+        left_out[name] |= unasked
     counts = writer.seal(left_out)
     report(counts, left_out, console)
     generated = sum(count.generated_tokens for count in counts.values())
-    message = f"{len(rows)} rows, {generated:,} tokens generated"
+    number = sum(count.rows for count in counts.values())
+    message = f"{number:,} rows, {generated:,} tokens generated"
     if work is not None:
         message += f" ({work.rate})"
     return seal(run.answers_dir, parts, time.monotonic() - started, message)
@@ -111,34 +120,46 @@ def report(counts: dict[str, SetCounts], left_out: dict[str, dict[str, int]], co
 
 
 def _rows(run: Run, folder: Path, console: Console) -> tuple[list[Rendered], dict[str, dict[str, int]]]:
-    from transformers import AutoTokenizer
-
-    data, trust = run.recipe.data, run.recipe.target.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    data, tokenizer = run.recipe.data, _tokenizer(run, folder)
     renderer = ChatRenderer(tokenizer, data.system_prompt, data.template_variables, data.day)
+    ends = _ends(run, folder, tokenizer)
+    _talk(run, tokenizer)  # a format that cannot be read back is refused before anything is asked
     rejects = Rejects(run.answers_dir.with_name(FILE), data.max_rejects)
     candidates = collect(data, rejects)
     rejects.close()
     if rejects.total:
         console.print(f"{rejects.total:,} bad rows are left out; they are quoted in {rejects.path}")
     rows, left_out = render_sets(
-        renderer, candidates, shortest=data.min_prompt_tokens, longest=data.max_prompt_tokens
+        renderer,
+        candidates,
+        shortest=data.min_prompt_tokens,
+        longest=data.max_prompt_tokens,
+        asking=Asking.of(run.recipe, run.facts, ends),
     )
     mask_token = run.recipe.head.mask_token
     if mask_token is not None:
         # Training needs it, but a bad one should cost seconds, not the hours of answering.
         asked = {token for row in rows for token in row.token_ids}
-        resolve_mask_token(mask_token, tokenizer, run.facts.vocab_size, asked, _ends(run, folder))
+        resolve_mask_token(mask_token, tokenizer, run.facts.vocab_size, asked, ends)
     return rows, left_out
 
 
-def _ends(run: Run, folder: Path) -> tuple[int, ...]:
-    """The tokens at which an answer ends."""
+def _tokenizer(run: Run, folder: Path) -> Any:
     from transformers import AutoTokenizer
 
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=run.recipe.target.trust_remote_code)
+
+
+def _ends(run: Run, folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens at which an answer ends."""
     trust = run.recipe.target.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
     return end_tokens_of(folder, tokenizer, run.facts.model, trust_remote_code=trust)
+
+
+def _talk(run: Run, tokenizer: Any) -> Talk | None:
+    """What conversations of several turns need; None where each has one answer."""
+    plan = TalkPlan.of(run.recipe.data, run.facts)
+    return None if plan is None else Talk(plan, tokenizer)
 
 
 def _answer(
@@ -151,7 +172,7 @@ def _answer(
 ) -> Work:
     target, data = run.recipe.target, run.recipe.data
     prompts = [row for rows in todo.values() for row in rows]
-    sizes = [(len(row.token_ids) + data.max_new_tokens, data.max_new_tokens) for row in prompts]
+    sizes = [size for row in prompts for size in _sizes(row, data)]
     check_disk(run.directory, sizes, plan, console)
     job = Job(
         kind="answer",
@@ -164,10 +185,11 @@ def _answer(
         answers_dir=str(writer.directory),
         answers_fingerprint=writer.fingerprint,
         max_new_tokens=data.max_new_tokens,
+        talk=TalkPlan.of(data, run.facts),
         prompts=todo,
         parallel=target.parallel,
     )
-    budget = len(prompts) * data.max_new_tokens
+    budget = sum(row.asks for row in prompts if row.given is None) * data.max_new_tokens
     return run_jobs(
         split_job(job, data.workers),
         title="answering",
@@ -175,6 +197,36 @@ def _answer(
         log_dir=run.answers_dir,
         console=console,
     )
+
+
+def _sizes(prompt: Rendered, data: DataSection) -> list[tuple[int, int]]:
+    """Of each row of a prompt, if every turn has a row of its own: most tokens, most of them generated."""
+    if prompt.given is not None:
+        return [(len(prompt.token_ids), sum(end - start for start, end in prompt.given.spans))]
+    new = data.max_new_tokens
+    later = [(data.max_prompt_tokens + (turn + 1) * new, new) for turn in range(1, prompt.asks)]
+    return [(len(prompt.token_ids) + new, new), *later]
+
+
+def _unasked(prompts: list[Rendered], writer: AnswerWriter) -> dict[str, dict[str, int]]:
+    """Turns that were not asked because an earlier answer ended their conversation, by set and reason."""
+    unasked: dict[str, dict[str, int]] = {prompt.set: {} for prompt in prompts}
+    several = sorted((prompt for prompt in prompts if prompt.asks > 1), key=lambda prompt: prompt.row)
+    if not several:
+        return unasked
+    first = [prompt.row for prompt in several]
+    missing = [prompt.asks for prompt in several]
+    reasons = [""] * len(several)
+    for row in writer.rows():
+        place = bisect_right(first, row.row) - 1
+        if place >= 0 and row.row < first[place] + several[place].asks:
+            missing[place] -= len(row.spans)
+            reasons[place] = row.stopped or reasons[place]
+    for prompt, left, reason in zip(several, missing, reasons, strict=True):
+        if 0 < left < prompt.asks:  # a server may have failed to answer a prompt at all
+            label = f"later turns: {reason}"
+            unasked[prompt.set][label] = unasked[prompt.set].get(label, 0) + left
+    return unasked
 
 
 def _seal_states(

@@ -41,10 +41,12 @@ def show(run: Run, n: int, console: Console) -> None:
 def marked(row: AnswerRow, tokenizer: Any, *, colour: bool) -> Text:
     """One row as text: counts and spans, the tokens with the supervised ones marked, the ids."""
     total, supervised = len(row.token_ids), row.supervised
-    text = Text(
-        f"--- row {row.row}  set {row.set}  {row.id}\n"
-        f"    {total} tokens, {supervised} supervised, spans {row.spans}, finish {row.finish}\n"
-    )
+    about = f"{total} tokens, {supervised} supervised, spans {row.spans}, finish {row.finish}"
+    if row.temperature:
+        about += f", temperature {row.temperature:g}"
+    if row.stopped:
+        about += f", later turns not asked: {row.stopped}"
+    text = Text(f"--- row {row.row}  set {row.set}  {row.id}\n    {about}\n")
     for flag, run in groupby(zip(row.token_ids, row.loss_mask, strict=True), key=lambda pair: pair[1]):
         piece = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
         if flag and not colour:

@@ -12,14 +12,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
 from data_prep.answer import answer
-from data_prep.chat import Rendered
+from data_prep.conversation import Conversation, Talk
 from data_prep.jobs import Job, VllmPlan
+from data_prep.sampling import Draw
 from data_prep.teacher_forcing import forced_states
 from data_prep.vllm_states.backend import VllmStates
 from peagle_train.errors import PeagleError
@@ -81,12 +83,12 @@ def _work(job: Job, reporter: _Reporter) -> None:
     states = None
     if plan is not None:
         states = plan.writer()
+    talk = None if job.talk is None else Talk(job.talk, target.tokenizer)
     for batch in sorted(job.prompts or job.answered):
         reporter.say(begin=batch)
         began = time.process_time()
         if job.kind == "answer":
-            tokens = _answer(job, batch, target, states, reporter)
-            rows = len(job.prompts[batch])
+            rows, tokens = _answer(job, batch, target, talk, states, reporter)
         else:
             assert states is not None
             tokens = _extract(job, batch, target, states, reporter)
@@ -94,28 +96,54 @@ def _work(job: Job, reporter: _Reporter) -> None:
         reporter.say(done=batch, rows=rows, tokens=tokens, cpu=time.process_time() - began)
 
 
-def _answer(job: Job, batch: int, target: Target, states: StateWriter | None, reporter: _Reporter) -> int:
-    prompts = job.prompts[batch]
-    found = answer(
-        target,
-        [prompt.token_ids for prompt in prompts],
-        max_new_tokens=job.max_new_tokens,
-        aux_layers=states.aux_layers if states else (),
-        keep=DTYPES[states.dtype] if states else None,
-        on_tokens=reporter.tokens,
-    )
-    rows = [
-        _row(prompt, answered.token_ids, answered.finish)
-        for prompt, answered in zip(prompts, found, strict=True)
-    ]
+def _answer(
+    job: Job, batch: int, target: Target, talk: Talk | None, states: StateWriter | None, reporter: _Reporter
+) -> tuple[int, int]:
+    """Answers one batch of prompts, all turns of them; how many rows and tokens came of it."""
+    conversations = [Conversation(prompt, talk) for prompt in job.prompts[batch]]
+    kept = _converse(job, target, conversations, states, reporter)
+    rows = [row for conversation in conversations for row in conversation.rows()]
     if states is not None:
-        kept = []
-        for row, answered in zip(rows, found, strict=True):
-            assert answered.aux is not None and answered.last is not None
-            kept.append(_state_row(row, answered.aux, answered.last))
-        states.write_batch(batch, kept)
+        # What came with its tokens was not generated in this pass.
+        given = [row for row in rows if row.row not in kept]
+        if given:
+            dtype = DTYPES[states.dtype]
+            forced = forced_states(target, [row.token_ids for row in given], states.aux_layers, dtype)
+            kept |= {row.row: found for row, found in zip(given, forced, strict=True)}
+        states.write_batch(batch, [_state_row(row, *kept[row.row]) for row in rows])
     AnswerWriter(Path(job.answers_dir), job.answers_fingerprint).write_batch(batch, rows)
-    return sum(row.supervised for row in rows)
+    return len(rows), sum(row.supervised for row in rows)
+
+
+def _converse(
+    job: Job,
+    target: Target,
+    conversations: Sequence[Conversation],
+    states: StateWriter | None,
+    reporter: _Reporter,
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Asks turn after turn, all conversations at once; the states (aux, last) of every row.
+
+    A row's states are those of the last turn in it: that pass sees all of its tokens.
+    """
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    while True:
+        asked = [(conversation, ids) for conversation in conversations if (ids := conversation.next)]
+        if not asked:
+            return kept
+        found = answer(
+            target,
+            [ids for _, ids in asked],
+            max_new_tokens=job.max_new_tokens,
+            draws=[Draw(one.temperature, one.top_p, one.seed) for one, _ in asked],
+            aux_layers=states.aux_layers if states else (),
+            keep=DTYPES[states.dtype] if states else None,
+            on_tokens=reporter.tokens,
+        )
+        for (conversation, ids), answered in zip(asked, found, strict=True):
+            conversation.answered(answered.token_ids[len(ids) :], answered.finish)
+            if answered.aux is not None and answered.last is not None:
+                kept[conversation.row] = (answered.aux, answered.last)
 
 
 def _extract(job: Job, batch: int, target: Target, states: StateWriter, reporter: _Reporter) -> int:
@@ -148,11 +176,6 @@ def _extract_with_vllm(job: Job, vllm: VllmPlan, reporter: _Reporter) -> None:
             # The processor time of vLLM is not in it.
             reporter.say(done=batch, rows=len(rows), tokens=tokens, cpu=ended - began)
             began = ended
-
-
-def _row(prompt: Rendered, token_ids: list[int], finish: Any) -> AnswerRow:
-    spans = [[len(prompt.token_ids), len(token_ids)]]
-    return AnswerRow(prompt.row, prompt.set, prompt.id, prompt.text, token_ids, spans, finish)
 
 
 def _state_row(row: AnswerRow, aux: torch.Tensor, last: torch.Tensor) -> StateRow:

@@ -39,6 +39,10 @@ class FolderLock:
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.resolve()
+        self.take()
+
+    def take(self) -> None:
+        """Takes the lock, again after a `release`. Raises PeagleError as the constructor."""
         held = _held.get(self.folder)
         if held is None or held.owner != os.getpid():  # a forked child holds nothing of its own
             held = _held[self.folder] = _Held(_lock(self.folder))

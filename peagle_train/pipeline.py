@@ -19,6 +19,7 @@ from rich.console import Console
 
 from peagle_train.errors import PeagleError
 from peagle_train.files import read_json
+from peagle_train.launched import launch_here, train_launched
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, require
 from peagle_train.summary import print_summary, summarise
@@ -103,10 +104,15 @@ def run_all(run: Run, console: Console) -> dict[str, Any]:
     """
     if run.recipe.track.log_with:  # before hours of answers, not after
         resolve("peagle_train.training.tracking:require_trackers")(run.recipe.track)
+    launch = launch_here(run, console)
+    _say(console, resolve("peagle_train.planning.report:run_in_short")(run))
     results = {}
     for number, stage in enumerate(STAGES, start=1):
         _say(console, f"\n[{number}/{len(STAGES)}] {stage.name}", style="bold")
-        results[stage.name] = run_stage(run, stage.name, console)
+        if stage.name == "train" and launch is not None:
+            results[stage.name] = train_launched(run, launch, console)
+        else:
+            results[stage.name] = run_stage(run, stage.name, console)
     return finish(run, results, console)
 
 

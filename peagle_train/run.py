@@ -12,7 +12,8 @@ from __future__ import annotations
 import datetime
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -99,6 +100,21 @@ class Run:
         """Lets other processes work in the folder."""
         if self.lock is not None:
             self.lock.release()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """The folder belongs to another process for the block, which works there in this one's name.
+
+        Raises PeagleError afterwards if a third one took it meanwhile.
+        """
+        if self.lock is None:
+            yield
+            return
+        self.lock.release()
+        try:
+            yield
+        finally:
+            self.lock.take()
 
     def __enter__(self) -> Self:
         return self

@@ -27,8 +27,8 @@ from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, require, seal
 from tests.test_run import CONFIG, recipe_file  # noqa: F401  (a fixture)
 
-VERBS = ["prepare", "extract", "train", "export", "evaluate", "run", "doctor", "twin", "push"]
-VERBS += ["import", "check", "sources", "recipe"]
+VERBS = ["prepare", "extract", "train", "export", "evaluate", "run", "plan", "init", "doctor", "twin"]
+VERBS += ["push", "import", "check", "sources", "recipe"]
 LOOP = {"lossless": True, "near_ties": 1, "prompts": 4, "tokens": 90}
 MEASURED = {
     "acceptance_length": 1.75,

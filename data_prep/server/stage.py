@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from data_prep.chat import Rendered
-from data_prep.conversation import Conversation
+from data_prep.conversation import Conversation, Talk
 from data_prep.server.client import Asked, Client, FailedError
 from data_prep.server.journal import Journal
 from peagle_train.errors import PeagleError
@@ -64,6 +64,7 @@ def answer_by_server(
     batches: Mapping[int, Sequence[Rendered]],
     writer: AnswerWriter,
     *,
+    talk: Talk | None,
     max_new_tokens: int,
     vocab_size: int,
     ends: Sequence[int],
@@ -71,6 +72,7 @@ def answer_by_server(
 ) -> Answering:
     """Lets the server answer all prompts, and writes the batches.
 
+    talk: for conversations of several turns.
     Raises PeagleError: no such server, model or key, an answer without token ids, more failures than
     data.server.max_failures. StoppedError: SIGINT or SIGTERM; what is answered by then is kept.
     """
@@ -79,7 +81,7 @@ def answer_by_server(
     try:
         if journal.damaged:
             console.print(f"{journal.path}: {journal.damaged} damaged lines are asked again", style="yellow")
-        asking = _Asking(section, journal, prompts, max_new_tokens, writer.directory / ERRORS, console)
+        asking = _Asking(section, journal, prompts, talk, max_new_tokens, writer.directory / ERRORS, console)
         client = Client(section, vocab_size, ends)
         work = asyncio.run(asking.run(client))
         for batch, rows in batches.items():
@@ -94,7 +96,7 @@ def answer_by_server(
 
 
 def _rows(journal: Journal, prompt: Rendered) -> list[AnswerRow]:
-    key = Conversation(prompt).key
+    key = prompt.key
     return journal.rows(key, prompt.row, prompt.set, prompt.id) if key in journal else []
 
 
@@ -106,19 +108,20 @@ class _Asking:
         section: ServerSection,
         journal: Journal,
         prompts: Sequence[Rendered],
+        talk: Talk | None,
         max_new_tokens: int,
         errors: Path,
         console: Console,
     ):
         self._section, self._journal, self._prompts = section, journal, prompts
-        self._max_new_tokens, self._errors, self._console = max_new_tokens, errors, console
+        self._talk, self._max_new_tokens, self._errors, self._console = talk, max_new_tokens, errors, console
         self._work = Answering()
         self._last_failure = ""
         self._stopped = 0
 
     async def run(self, client: Client) -> Answering:
         """Asks until nothing is left. Raises as `answer_by_server`."""
-        todo = [prompt for prompt in self._prompts if Conversation(prompt).key not in self._journal]
+        todo = [prompt for prompt in self._prompts if prompt.key not in self._journal]
         if len(todo) < len(self._prompts):
             done = len(self._prompts) - len(todo)
             self._console.print(f"{done:,} of {len(self._prompts):,} prompts are answered already")
@@ -161,7 +164,7 @@ class _Asking:
     async def _ask(self, client: Client, todo: Iterator[Rendered], advance: Advance) -> None:
         """Takes one prompt after the other, until none is left."""
         for prompt in todo:
-            conversation = Conversation(prompt)
+            conversation = Conversation(prompt, self._talk)
             try:
                 tokens = await self._converse(client, conversation)
             except FailedError as error:
@@ -175,13 +178,13 @@ class _Asking:
 
     async def _converse(self, client: Client, conversation: Conversation) -> int:
         """All turns of one conversation; how many tokens were generated."""
-        tokens, turn = 0, 0
+        tokens = 0
         while (token_ids := conversation.next) is not None:
-            seed = (int(conversation.key, 16) + turn) % (1 << _SEED_BITS)
+            seed = conversation.seed % (1 << _SEED_BITS)
             asked = Asked(token_ids, self._max_new_tokens, conversation.temperature, conversation.top_p, seed)
             answer, finish = await client.complete(asked)
             conversation.answered(answer, finish)
-            tokens, turn = tokens + len(answer), turn + 1
+            tokens += len(answer)
         return tokens
 
     def _fail(self, prompt: Rendered, conversation: Conversation, why: str) -> None:

@@ -110,6 +110,11 @@ def read_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe
         raise RecipeError(
             source, [f"{source}: found bytes that are not UTF-8 ({error}); save it as UTF-8"]
         ) from error
+    return read_text(text, source, overrides)
+
+
+def read_text(text: str, source: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """As `read_recipe`, of a text. source: its name in messages."""
     document = yaml_text.parse(text)
     places = Places(source, document.lines)
     faults = [

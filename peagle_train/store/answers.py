@@ -46,6 +46,7 @@ class AnswerRow:
     spans: list[list[int]]  # [start, end) of every generated turn
     finish: Literal["stop", "length"]  # end-of-turn token, or cut at max_new_tokens
     temperature: float = 0.0  # at which it was generated; 0: greedy
+    stopped: str = ""  # why later turns of its conversation were not asked, on its last row
 
     @property
     def loss_mask(self) -> list[bool]:
@@ -124,6 +125,10 @@ class AnswerWriter:
     def sealed_batches(self) -> set[int]:
         """Batches that are there and whole. Raises StaleError if one was made from other inputs."""
         return {batch for batch, _ in self._whole_batches()}
+
+    def rows(self) -> Iterator[AnswerRow]:
+        """Rows of all batches that are there, in no order."""
+        return (row for _, rows in self._whole_batches() for row in rows)
 
     def seal(self, left_out: dict[str, dict[str, int]] | None = None) -> dict[str, SetCounts]:
         """Writes index.json over all batches present; returns the counts of every set."""

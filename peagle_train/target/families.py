@@ -23,19 +23,21 @@ class Family:
     softcap_key: the key of the text config that caps the logits (`cap * tanh(logits / cap)`), if any.
     rope_group: classes with one RoPE per kind of layer keep them in a mapping; a head attends
         without a window, so its RoPE is that of this kind.
+    experts: its MLPs are experts, so their width is no measure for a head's.
     """
 
     attention: str = "sdpa"
     softcap_key: str | None = None
     rope_group: str | None = None
+    experts: bool = False
 
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "Qwen2ForCausalLM": Family(),
     "Qwen3ForCausalLM": Family(),
-    "Qwen3MoeForCausalLM": Family(),
-    "GptOssForCausalLM": Family(attention="eager"),
+    "Qwen3MoeForCausalLM": Family(experts=True),
+    "GptOssForCausalLM": Family(attention="eager", experts=True),
     "Gemma4ForCausalLM": Family(softcap_key="final_logit_softcapping", rope_group="full_attention"),
     "Gemma4ForConditionalGeneration": Family(
         softcap_key="final_logit_softcapping", rope_group="full_attention"

@@ -44,6 +44,10 @@ _TEXT_FILES = (
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
+class TargetNotFoundError(PeagleError):
+    """A target that is neither a folder nor to be had from the Hub."""
+
+
 def describe(section: TargetSection) -> TargetFacts:
     """The target's sizes, without its weights.
 
@@ -146,10 +150,10 @@ def _downloaded(section: TargetSection, weights: bool) -> Path:
         raise _not_found(section, error) from error
 
 
-def _not_found(section: TargetSection, error: Exception) -> PeagleError:
+def _not_found(section: TargetSection, error: Exception) -> TargetNotFoundError:
     offline = " HF_HUB_OFFLINE is set, so only the local cache was searched." if _offline() else ""
     revision = f" at revision {section.revision}" if section.revision else ""
-    return PeagleError(
+    return TargetNotFoundError(
         f"target {section.model}{revision}: cannot be read as a folder or a Hub id.{offline} "
         f"Check the name, the network, and for gated models `hf auth login`. The Hub library says: {error}"
     )

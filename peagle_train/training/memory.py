@@ -39,6 +39,9 @@ LOGITS = {"cpu": 2**21, "cuda": 2**27}
 SLACK = 1.1
 """Allocators round sizes up and leave holes."""
 
+COPIES = 2
+"""Of the weights while safetensors writes them: its bytes, and those that it hands to the disk."""
+
 LEAST_ROWS, LEAST_ELEMENTS = 64, 16
 """The smallest cut: below it an operator's start costs more than its work."""
 
@@ -55,10 +58,11 @@ class MemoryPlan:
     longest: int  # real slots of the largest batch
     settings: EngineSettings
     one_graph: bool  # eagle3: `group_rows` are all there are
+    saving: int = 0  # on a CPU: the copies of a checkpoint while it is written; no step runs then
 
     @property
     def peak(self) -> int:
-        return self.resident + self.states + self.real + self.step
+        return self.resident + self.states + max(self.real + self.step, self.saving)
 
     def table(self) -> Table:
         """The plan to look at."""
@@ -73,6 +77,8 @@ class MemoryPlan:
             f"{cut.group_rows:,} steps of chains" if self.one_graph else f"mask slots by {cut.group_rows:,}"
         )
         table.add_row(f"{slots}, logits by {cut.loss_rows:,} rows", _gib(self.step))
+        if self.saving:
+            table.add_row("or a checkpoint while it is written", _gib(self.saving))
         table.add_row("peak", _gib(self.peak), style="bold")
         table.add_row("budget", _gib(self.budget))
         return table
@@ -116,12 +122,13 @@ def plan_memory(
     rows = max(most_rows if whole else min(ROWS.get(device.type, ROWS["cuda"]), most_rows), 1)
     elements = max(LOGITS.get(device.type, LOGITS["cuda"]) // head.config.draft_vocab_size, LEAST_ELEMENTS)
     elements = min(elements, longest + most_rows)
+    saving = saving_bytes(head) if device.type == "cpu" else 0
 
     def plan(rows: int, elements: int) -> MemoryPlan:
         real = int(SLACK * unit.real_slot * longest)
         step = int(SLACK * unit.step(longest, rows, elements)) - real
         settings = EngineSettings(rows, elements, backend)
-        return MemoryPlan(budget, resident, states, real, step, longest, settings, whole)
+        return MemoryPlan(budget, resident, states, real, step, longest, settings, whole, saving)
 
     if cut is not None:
         return plan(cut.group_rows or most_rows, cut.loss_rows)
@@ -162,6 +169,7 @@ def settle_engine(
     *,
     backend: str,
     states: int,
+    output: int,
     processes: int,
 ) -> MemoryPlan:
     """The plan of a run that begins, or that of a run that goes on with the cut it began with.
@@ -174,11 +182,12 @@ def settle_engine(
         device: where it trains.
         backend: that was chosen for the device (`head/choose.py`).
         states: bytes of gradients and optimizer in one process.
+        output: bytes of the target's output layer, which goes to the device with the head.
         processes: on this machine.
     """
     resident = resident_bytes(device)
     if device.type != "cpu":
-        resident += sum(t.numel() * t.element_size() for t in head.state_dict().values())
+        resident += weights_bytes(head) + output
     asked = section.memory
     budget = int(asked * GIB) if asked is not None else device_budget(device, processes)
     return plan_memory(
@@ -268,6 +277,17 @@ def states_bytes(head: DrafterHead, kind: str, world: int) -> int:
         moments //= world
     # The engine's own sums of gradients are whole until they are handed out.
     return moments + max(gradients, weights if world > 1 else 0)
+
+
+def saving_bytes(head: DrafterHead) -> int:
+    """Bytes in this process's memory, on the CPU, that a checkpoint takes while it is written."""
+    moments = 2 * sum(p.numel() * p.element_size() for p in trained_parameters(head))
+    return COPIES * weights_bytes(head) + moments
+
+
+def weights_bytes(head: DrafterHead) -> int:
+    """Bytes of a head with its tables and maps."""
+    return sum(t.numel() * t.element_size() for t in head.state_dict().values())
 
 
 def report_peak(plan: MemoryPlan, device: torch.device, console: Console) -> None:

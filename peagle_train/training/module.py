@@ -49,6 +49,12 @@ class DraftTraining(nn.Module):
         """Takes the frozen output layer to the device where the batches will be."""
         self._target_output[0].to(device)
 
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the frozen output layer."""
+        tensors = self._target_output[0].state_dict().values()
+        return sum(t.numel() * t.element_size() for t in tensors)
+
     def weight_of(self, batch: PackedBatch | None) -> Tensor:
         """[] what a step divides its loss by, summed over all its batches; known before the forward."""
         if batch is None:

@@ -290,6 +290,7 @@ def _plan_memory(
         device,
         backend=backend,
         states=states_bytes(module.head, kind, world),
+        output=module.output_bytes,
         processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     )
     console.print(plan.table())

@@ -9,7 +9,7 @@ what can be a mask token and where an answer ends:
     gpt_oss    bytes | merges | specials and a few reserved | rows without a token
     gemma4     specials | pieces | byte fallback | letters | media marks | reserved: the table is full
 
-The templates are short ones of our own in each family's format.
+The chat templates are those of templates.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from peagle_train.twin import templates
 
 MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("o", "n"), ("a", "n"), ("Ġ", "a"), ("Ġ", "the")]
 _ORDINARY = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(merge) for merge in MERGES)]
@@ -74,14 +76,6 @@ def _byte_level(texts: Sequence[str], **settings: Any) -> Tokenizer:
     return bare
 
 
-def _chatml(opening: str = "", generation: str = "") -> str:
-    return (
-        opening + "{% for message in messages %}"
-        "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}" + generation + "{% endif %}"
-    )
-
-
 # --- SmolLM2: the target that travels in a package. Only ASCII, so that other text becomes unk.
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<file_sep>"]
@@ -108,18 +102,6 @@ _LLAMA3 = [
     "<|eot_id|>",
     "<|python_tag|>",
 ]
-_LLAMA3_TEMPLATE = (
-    "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-    "{% if messages[0]['role'] == 'system' %}"
-    "{% set system, messages = messages[0]['content'], messages[1:] %}"
-    "{% else %}{% set system = '' %}{% endif %}"
-    "{{ bos_token + '<|start_header_id|>system<|end_header_id|>\\n\\nDay: ' + date_string + '\\n\\n' }}"
-    "{{ system + '<|eot_id|>' }}"
-    "{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
-    "{{ message['content'] | trim }}"
-    "{{ '<|eom_id|>' if message.get('tool_calls') else '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-)
 
 
 def _llama3(vocab: int) -> Tokenizer:
@@ -137,14 +119,6 @@ QWEN_PLAIN = ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>",
 QWEN_PLAIN += ["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>"]
 QWEN_PLAIN += ["<think>", "</think>"]
 QWEN3 = [*_QWEN2, *(f"<|{name}|>" for name in _MEDIA), *QWEN_PLAIN]
-_QWEN3_NO_THOUGHT = (
-    "{% if enable_thinking is defined and not enable_thinking %}"
-    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
-)
-_QWEN3_TOOLS = (
-    "{% if tools %}{{ '<|im_start|>system\\nTools, called as <tool_call>{name, arguments}</tool_call>:\\n' }}"
-    "{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}"
-)
 
 
 def _qwen2(vocab: int) -> Tokenizer:
@@ -159,16 +133,6 @@ def _qwen3(vocab: int) -> Tokenizer:
 
 HARMONY = {0: "startoftext", 1: "endoftext", 4: "return", 5: "constrain", 7: "channel", 8: "start", 9: "end"}
 HARMONY |= {10: "message", 14: "call", 20: "endofprompt"}
-_HARMONY_TEMPLATE = (
-    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
-    "{{ '<|start|>system<|message|>An assistant.\\nDay: ' + strftime_now('%Y-%m-%d') }}"
-    "{{ '\\nReasoning: ' + reasoning_effort + '\\nChannels: analysis, final.<|end|>' }}"
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{{ '<|start|>assistant<|channel|>final<|message|>' + message['content'] + '<|end|>' }}{% else %}"
-    "{{ '<|start|>' + ('developer' if message['role'] == 'system' else message['role']) }}"
-    "{{ '<|message|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
-)
 
 
 def harmony(first: int) -> list[str]:
@@ -183,21 +147,11 @@ def _gpt_oss(vocab: int) -> Tokenizer:
 # --- Gemma 4: pieces with a visible space and byte fallback, as SentencePiece makes them
 
 _GEMMA4 = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "[multimodal]", "<unused0>", "<unused1>"]
-_GEMMA4 += ["<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>"]
+_GEMMA4 += ["<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>", "<|tool>", "<tool|>"]
+_GEMMA4 += ["<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>']
 _GEMMA4_PLAIN = ["\n\n", "▁▁", "<table>", "</table>"]  # added, yet ordinary text
 GEMMA4_MEDIA = {"boi": "<|image>", "eoi": "<image|>", "image": "<|image|>", "audio": "<|audio|>"}
 GEMMA4_MEDIA |= {"video": "<|video|>"}
-_GEMMA4_TEMPLATE = (
-    "{{ bos_token }}{% set thoughtful = enable_thinking is defined and enable_thinking %}"
-    "{% set own = messages[0]['role'] == 'system' %}{% if own or thoughtful %}"
-    "{{ '<|turn>system\\n' + ('<|think|>' if thoughtful else '') }}"
-    "{{ (messages[0]['content'] | trim if own else '') + '<turn|>\\n' }}{% endif %}"
-    "{% for message in messages %}{% if message['role'] != 'system' %}"
-    "{{ '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' }}"
-    "{{ message['content'] | trim + '<turn|>\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|turn>model\\n' }}"
-    "{% if not thoughtful %}{{ '<|channel>thought\\n<channel|>' }}{% endif %}{% endif %}"
-)
 
 
 def _gemma4(vocab: int) -> Tokenizer:
@@ -228,7 +182,7 @@ def _gemma4(vocab: int) -> Tokenizer:
 SHAPES = {
     "smollm2": TokenizerShape(
         _smollm2,
-        _chatml(),
+        templates.CHATML,
         {
             "unk_token": SPECIALS[0],
             "bos_token": SPECIALS[1],
@@ -241,7 +195,7 @@ SHAPES = {
     ),
     "llama3": TokenizerShape(
         _llama3,
-        _LLAMA3_TEMPLATE,
+        templates.LLAMA3,
         {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
         ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
         "<|reserved_special_token_0|>",
@@ -249,7 +203,7 @@ SHAPES = {
     ),
     "qwen2": TokenizerShape(
         _qwen2,
-        _chatml(),
+        templates.CHATML,
         {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
         ["<|im_end|>", "<|endoftext|>"],
         "unused",
@@ -257,7 +211,7 @@ SHAPES = {
     ),
     "qwen3": TokenizerShape(
         _qwen3,
-        _chatml(generation=_QWEN3_NO_THOUGHT),
+        templates.QWEN3,
         {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
         ["<|im_end|>", "<|endoftext|>"],
         "unused",
@@ -265,7 +219,7 @@ SHAPES = {
     ),
     "qwen3_moe": TokenizerShape(
         _qwen3,
-        _chatml(opening=_QWEN3_TOOLS),
+        templates.QWEN3_CODER,
         {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
         ["<|im_end|>", "<|endoftext|>"],
         "unused",
@@ -273,7 +227,7 @@ SHAPES = {
     ),
     "gpt_oss": TokenizerShape(
         _gpt_oss,
-        _HARMONY_TEMPLATE,
+        templates.HARMONY,
         {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"},
         ["<|return|>", "<|endoftext|>", "<|call|>"],
         "unused",
@@ -281,7 +235,7 @@ SHAPES = {
     ),
     "gemma4": TokenizerShape(
         _gemma4,
-        _GEMMA4_TEMPLATE,
+        templates.GEMMA4,
         {
             "bos_token": "<bos>",
             "eos_token": "<eos>",

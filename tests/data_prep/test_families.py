@@ -31,7 +31,8 @@ FORMATS = {
     "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "gpt_oss": "<|start|>system<|message|>An assistant.\nDay: 2025-06-28\nReasoning: medium\n"
-    "Channels: analysis, final.<|end|><|start|>developer<|message|>Be brief.<|end|>"
+    "Channels: analysis, commentary, final.<|end|>"
+    "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n<|end|>"
     "<|start|>user<|message|>{}<|end|><|start|>assistant",
     "gemma4": "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\n{}<turn|>\n<|turn>model\n"
     "<|channel>thought\n<channel|>",
@@ -145,7 +146,7 @@ def test_no_control_token_comes_from_a_user(kind: str, target: Target) -> None:
 
 VARIABLES: dict[str, tuple[str, Any, str]] = {
     "gpt_oss": ("reasoning_effort", "low", "Reasoning: low"),
-    "gemma4": ("enable_thinking", True, "<|turn>system\n<|think|>Be brief."),
+    "gemma4": ("enable_thinking", True, "<|turn>system\n<|think|>\nBe brief."),
     "qwen3": ("enable_thinking", False, "assistant\n<think>\n\n</think>\n\n"),
     "llama3": ("date_string", "a Monday", "Day: a Monday"),
 }

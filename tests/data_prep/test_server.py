@@ -147,6 +147,7 @@ def ask(server: Server, folder: Path, rows: list[Rendered], **keys: Any) -> Any:
         section,
         {0: rows[::2], 1: rows[1::2]},
         AnswerWriter(folder, "f"),
+        talk=None,
         max_new_tokens=6,
         vocab_size=VOCAB,
         ends=[END],

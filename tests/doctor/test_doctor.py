@@ -178,8 +178,8 @@ def test_bad_rows_are_counted_and_too_many_of_them_quoted(recipe: Path, tmp_path
 def test_a_user_who_can_forge_a_turn(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spelled = ChatRenderer.spells_control_token
 
-    def careless(self: ChatRenderer, messages: Any) -> str | None:
-        return spelled(self, messages) if messages[0].content.startswith("<") else None
+    def careless(self: ChatRenderer, messages: Any, tools: Any = ()) -> str | None:
+        return spelled(self, messages, tools) if messages[0].content.startswith("<") else None
 
     monkeypatch.setattr(ChatRenderer, "spells_control_token", careless)
     assert "would become a control token (5 texts in all)" in failures(diagnosed(recipe))["control tokens"]

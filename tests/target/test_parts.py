@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from peagle_train.head.initialise import COPIED
 from peagle_train.target.adapter import Target
 from peagle_train.target.parts import INDEX, StoredParts, load_parts
-from tests.twins import TWINS
+from peagle_train.twin.models import TWINS
 
 
 @pytest.fixture(scope="module", params=TWINS)

@@ -23,9 +23,9 @@ from peagle_train.run import Run
 from peagle_train.store import StateStore
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
+from peagle_train.twin.models import tiny_gemma4_multimodal, tiny_llama
 from tests.data_prep.inline import InlineJobs
 from tests.tiny_run import tiny_recipe
-from tests.twins import tiny_gemma4_multimodal, tiny_llama
 from tests.vllm.matrix import HIDDEN, SMOLLM2, TWINS
 
 pytestmark = pytest.mark.vllm
