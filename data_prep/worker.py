@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -83,16 +84,15 @@ def _work(job: Job, reporter: _Reporter) -> None:
     states = None
     if plan is not None:
         states = plan.writer()
+    if job.kind == "extract":
+        assert states is not None
+        _extract(job, target, states, reporter, behind=target.device.type == "cuda")
+        return
     talk = None if job.talk is None else Talk(job.talk, target.tokenizer)
-    for batch in sorted(job.prompts or job.answered):
+    for batch in sorted(job.prompts):
         reporter.say(begin=batch)
         began = time.process_time()
-        if job.kind == "answer":
-            rows, tokens = _answer(job, batch, target, talk, states, reporter)
-        else:
-            assert states is not None
-            tokens = _extract(job, batch, target, states, reporter)
-            rows = len(job.answered[batch])
+        rows, tokens = _answer(job, batch, target, talk, states, reporter)
         reporter.say(done=batch, rows=rows, tokens=tokens, cpu=time.process_time() - began)
 
 
@@ -108,7 +108,8 @@ def _answer(
         given = [row for row in rows if row.row not in kept]
         if given:
             dtype = DTYPES[states.dtype]
-            forced = forced_states(target, [row.token_ids for row in given], states.aux_layers, dtype)
+            tokens = [row.token_ids for row in given]
+            forced = forced_states(target, tokens, states.aux_layers, dtype, job.batch_tokens)
             kept |= {row.row: found for row, found in zip(given, forced, strict=True)}
         states.write_batch(batch, [_state_row(row, *kept[row.row]) for row in rows])
     AnswerWriter(Path(job.answers_dir), job.answers_fingerprint).write_batch(batch, rows)
@@ -146,16 +147,43 @@ def _converse(
                 kept[conversation.row] = (answered.aux, answered.last)
 
 
-def _extract(job: Job, batch: int, target: Target, states: StateWriter, reporter: _Reporter) -> int:
-    rows = job.answered[batch]
-    tokens = [row.token_ids for row in rows]
-    found = forced_states(target, tokens, states.aux_layers, DTYPES[states.dtype], job.batch_tokens)
-    states.write_batch(
-        batch, [_state_row(row, aux, last) for row, (aux, last) in zip(rows, found, strict=True)]
-    )
-    done = sum(len(row.token_ids) for row in rows)
-    reporter.tokens(done)
-    return done
+def _extract(job: Job, target: Target, states: StateWriter, reporter: _Reporter, *, behind: bool) -> None:
+    """States of all batches, each sealed before it is reported.
+
+    behind: a batch is written while the next one is computed. On a GPU checksums and the disk take about as
+    long as the pass; on a CPU they take a hundredth of it, and would only disturb.
+    """
+    began = time.process_time()
+
+    def done(batch: int, written: Future[None] | None) -> None:
+        nonlocal began
+        if written is not None:
+            written.result()
+        rows, ended = job.answered[batch], time.process_time()
+        tokens = sum(len(row.token_ids) for row in rows)
+        reporter.say(done=batch, rows=len(rows), tokens=tokens, cpu=ended - began)
+        began = ended
+
+    waiting: tuple[int, Future[None]] | None = None
+    with ThreadPoolExecutor(1) as pool:
+        for batch in sorted(job.answered):
+            reporter.say(begin=batch)
+            rows = job.answered[batch]
+            tokens = [row.token_ids for row in rows]
+            found = forced_states(
+                target, tokens, states.aux_layers, DTYPES[states.dtype], job.batch_tokens, reporter.tokens
+            )
+            made = [_state_row(row, aux, last) for row, (aux, last) in zip(rows, found, strict=True)]
+            if waiting is not None:  # no more than one, or the memory would fill where the disk is slow
+                done(*waiting)
+                waiting = None
+            if behind:
+                waiting = batch, pool.submit(states.write_batch, batch, made)
+            else:
+                states.write_batch(batch, made)
+                done(batch, None)
+        if waiting is not None:
+            done(*waiting)
 
 
 def _extract_with_vllm(job: Job, vllm: VllmPlan, reporter: _Reporter) -> None:

@@ -1,6 +1,6 @@
 """From a row of data to a prompt: which column holds what, who speaks, what of it is asked.
 
-    prompt       text of one user turn; a list of texts is a user turn each
+    prompt       text of one user turn; a list of texts is a user turn each (data.turns: last asks the first)
     messages     turns {role, content} or ShareGPT's {from, value}; `tool_calls`, `reasoning_content`, `name`
     token_ids    with loss_mask: a row that the target answered elsewhere
     system, id, tools
@@ -59,7 +59,7 @@ def prompt_of(
         answered = _answered(given["token_ids"], given["loss_mask"])
         text = str(list(answered.token_ids))
         return Prompt(identity or f"{name}:{_hash(text)}", (), group=text, answered=answered)
-    messages = _messages(given, part)
+    messages = _messages(given, part, turns)
     tools = tuple(_tools(given["tools"]))
     while messages and messages[-1].role == "assistant":
         messages.pop()
@@ -77,7 +77,7 @@ def _identity(value: Any, name: str) -> str | None:
     return f"{name}:{value}"
 
 
-def _messages(given: Mapping[str, Any], part: MixPart) -> list[Message]:
+def _messages(given: Mapping[str, Any], part: MixPart, turns: str) -> list[Message]:
     messages = []
     if given.get("system"):
         messages.append(Message("system", _text(given["system"], "the system text")))
@@ -86,11 +86,13 @@ def _messages(given: Mapping[str, Any], part: MixPart) -> list[Message]:
         texts = value if isinstance(value, list) else [value]
         if not texts:
             raise BadRowError("`prompt` is an empty list")
+        if turns == "last":
+            texts = texts[:1]  # the others would need the answers between them
         return [*messages, *(Message("user", _text(text, "`prompt`")) for text in texts)]
-    turns = given["messages"]
-    if not isinstance(turns, list) or not turns:
-        raise BadRowError(f"`messages` must be a list of turns that is not empty, found {turns!r:.60}")
-    for place, turn in enumerate(turns):
+    said = given["messages"]
+    if not isinstance(said, list) or not said:
+        raise BadRowError(f"`messages` must be a list of turns that is not empty, found {said!r:.60}")
+    for place, turn in enumerate(said):
         messages.append(_message(turn, place, part))
     return messages
 

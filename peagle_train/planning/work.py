@@ -90,7 +90,7 @@ def work_of(rows: SetLengths, config: HeadConfig, section: TrainSection, world: 
     shares = kept_shares(section.positions, section.cod.rate, section.cod.floor)
     each = [operations(config, prompt, answer, shares) for prompt, answer in rows.sample]
     longest = max(slots) if exact else max(rows.longest - 2, 1)
-    total = sum(slots) if exact else math.inf
+    total = sum(slots) if exact else math.inf if rows.rows is None else rows.rows * longest
     return Work(
         steps=section.steps,
         steps_per_epoch=None if rows.rows is None else batches / len(slots) * rows.rows / size,

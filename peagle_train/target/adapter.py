@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from peagle_train.errors import PeagleError
 from peagle_train.target.cache import KeyValueCache
 from peagle_train.target.facts import TargetFacts, read_facts
-from peagle_train.target.families import family_of
+from peagle_train.target.loading import load_model
 from peagle_train.target.self_check import self_check
 from peagle_train.target.tokens import end_tokens
 
@@ -93,53 +92,25 @@ class Target:
         spread: deal the layers out to all GPUs in place of `device`, for a target larger than one; or a
             device map of accelerate's that says where each module goes.
         prove: False for a caller that makes the comparisons of `self_check` itself.
-        Raises PeagleError for a class that is not supported, for weights that are not complete or not
-        all used, and where the adapter and the model's own forward disagree (`self_check`).
+        Raises PeagleError for a class or a quantisation that is not supported, for weights that are not
+        complete, not all used, or too large for the GPU, and where the adapter and the model's own forward
+        disagree (`self_check`).
         """
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
+        from transformers import AutoConfig, AutoTokenizer
 
-        name = str(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        facts = read_facts(config, name)
-        # Our own bars tell how far a stage is; this one would interrupt them, once per worker.
-        logging.disable_progress_bar()
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
-            attn_implementation=family_of(facts.class_name).attention,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **({"device_map": "auto" if spread is True else spread} if spread else {}),
-        )
-        model, report = loaded
-        if report["missing_keys"] or report["mismatched_keys"]:
-            absent = [*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])]
-            raise PeagleError(
-                f"target {name}: {len(absent)} tensors are missing or misshapen in its safetensors "
-                f"({', '.join(absent[:6])}); they would be random. Obtain the target again."
-            )
-        if report["unexpected_keys"]:
-            extra = sorted(report["unexpected_keys"])
-            raise PeagleError(
-                f"target {name}: {facts.class_name} has no use for {len(extra)} tensors of its safetensors "
-                f"({', '.join(extra[:6])}), so it would not compute what they were trained for. Needed: the "
-                "class that uses them in `architectures`, or a folder without them if nothing does."
-            )
-        if type(model).__name__ != facts.class_name:
-            raise PeagleError(
-                f"target {name}: config.json names {facts.class_name}, "
-                f"but transformers loads {type(model).__name__}"
-            )
-        if getattr(model.get_output_embeddings(), "bias", None) is not None:
-            raise PeagleError(f"target {name}: its output head has a bias, which no drafter head can carry")
+        facts = read_facts(config, str(folder))
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = model.eval().requires_grad_(False)
-        if not spread:
-            model = model.to(device)
-        if model.device.type == "cpu" and not spread:
-            _lay_out_for_cpu(model.get_decoder())
+        model = load_model(
+            Path(folder),
+            config,
+            facts,
+            dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
+            device=torch.device(device),
+            trust_remote_code=trust_remote_code,
+            spread=spread,
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         target = cls(model, tokenizer, facts)
         if prove:
@@ -269,17 +240,6 @@ class Target:
         """Parameters of the last decoder layers by their names within a layer, to initialise a head from."""
         layers = self.decoder_layers()
         return [dict(layer.named_parameters()) for layer in layers[len(layers) - count :]]
-
-
-def _lay_out_for_cpu(decoder: Any) -> None:
-    """Stores the layers' matrices column by column; names, shapes and values stay.
-
-    `x @ W.T` then reads W in the order a CPU's matrix product wants. Measured with 32 rows, SmolLM2's
-    sizes and one thread: 1.1 to 1.3 times the speed, and the same for 1, 6 and 64 rows.
-    """
-    for module in decoder.layers.modules():
-        if isinstance(module, nn.Linear):
-            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 def _logits(norm: nn.Module, weight: torch.Tensor, softcap: float | None, last: torch.Tensor) -> torch.Tensor:

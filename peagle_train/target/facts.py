@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from peagle_train.errors import PeagleError
 from peagle_train.target.families import family_of
+from peagle_train.target.quantised import quantisation_of
 
 # Keys that change what a model computes and leave no trace in its weights. (What has weights, a norm, a
 # bias, a sink, is noticed when they are loaded.) RoPE's keys end up in `rope_parameters`, which is read.
@@ -58,7 +59,11 @@ class TargetFacts:
 
 
 def read_facts(config: Any, model: str) -> TargetFacts:
-    """The facts of a transformers config. Raises PeagleError as `facts_of`, and for a peculiarity unknown."""
+    """The facts of a transformers config.
+
+    Raises PeagleError as `facts_of`, for a peculiarity unknown, and for a quantisation not supported.
+    """
+    quantisation_of(config, model)
     settings = settings_of(config)
     _refuse_uncomputed(config, str((settings["architectures"] or [config.model_type])[0]), model)
     return facts_of(settings, model)

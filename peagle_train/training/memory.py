@@ -39,9 +39,6 @@ LOGITS = {"cpu": 2**21, "cuda": 2**27}
 SLACK = 1.1
 """Allocators round sizes up and leave holes."""
 
-COPIES = 2
-"""Of the weights while safetensors writes them: its bytes, and those that it hands to the disk."""
-
 LEAST_ROWS, LEAST_ELEMENTS = 64, 16
 """The smallest cut: below it an operator's start costs more than its work."""
 
@@ -58,11 +55,11 @@ class MemoryPlan:
     longest: int  # real slots of the largest batch
     settings: EngineSettings
     one_graph: bool  # eagle3: `group_rows` are all there are
-    saving: int = 0  # on a CPU: the copies of a checkpoint while it is written; no step runs then
+    saving: int = 0  # on a CPU: moments and a checkpoint's copies; no step runs then, and gradients are gone
 
     @property
     def peak(self) -> int:
-        return self.resident + self.states + max(self.real + self.step, self.saving)
+        return self.resident + max(self.states + self.real + self.step, self.saving)
 
     def table(self) -> Table:
         """The plan to look at."""
@@ -78,7 +75,7 @@ class MemoryPlan:
         )
         table.add_row(f"{slots}, logits by {cut.loss_rows:,} rows", _gib(self.step))
         if self.saving:
-            table.add_row("or a checkpoint while it is written", _gib(self.saving))
+            table.add_row("or optimizer and a checkpoint being written", _gib(self.saving))
         table.add_row("peak", _gib(self.peak), style="bold")
         table.add_row("budget", _gib(self.budget))
         return table
@@ -280,9 +277,9 @@ def states_bytes(head: DrafterHead, kind: str, world: int) -> int:
 
 
 def saving_bytes(head: DrafterHead) -> int:
-    """Bytes in this process's memory, on the CPU, that a checkpoint takes while it is written."""
+    """Bytes on a CPU while a checkpoint is written: moments, and copies of them and of the weights."""
     moments = 2 * sum(p.numel() * p.element_size() for p in trained_parameters(head))
-    return COPIES * weights_bytes(head) + moments
+    return 2 * moments + weights_bytes(head)
 
 
 def weights_bytes(head: DrafterHead) -> int:

@@ -208,6 +208,7 @@ def test_killed_on_two_and_gone_on_by_one(answered: Path, states: Path) -> None:
     assert_whole(states)
 
 
+@pytest.mark.slow
 def test_a_fault_of_one_process_ends_all_with_its_words(answered: Path, tmp_path: Path) -> None:
     process = launch(tmp_path / "none.yaml", 2)
     out, _ = process.communicate(timeout=240)

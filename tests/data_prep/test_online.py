@@ -27,6 +27,10 @@ from tests.tiny_run import tiny_recipe
 from tests.training.runs import everything
 
 QUIET = Console(quiet=True)
+MODES = [
+    pytest.param(["online"], id="online"),
+    pytest.param(["bounded", "states.cap=0.0002"], id="bounded", marks=pytest.mark.slow),
+]
 SAME = 1e-4  # batches of other company round otherwise
 
 
@@ -101,7 +105,7 @@ def losses(training: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("mode", [["online"], ["bounded", "states.cap=0.0002"]], ids=["online", "bounded"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_training_learns_what_it_learns_from_stored_states(recipe: Path, mode: list[str]) -> None:
     keys = ["train.log_every=1", f"states.mode={mode[0]}", *mode[1:]]
     training = road(recipe, f"{mode[0]}-learns", *keys)
@@ -116,13 +120,7 @@ def test_a_training_learns_what_it_learns_from_stored_states(recipe: Path, mode:
         assert "acceptance length" in run_stage(run, "evaluate", QUIET).message
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(["online"], id="online"),
-        pytest.param(["bounded", "states.cap=0.0002"], id="bounded", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_killed_and_gone_on_it_ends_with_the_same_bits(recipe: Path, mode: list[str]) -> None:
     keys = [f"states.mode={mode[0]}", *mode[1:]]
     whole = road(recipe, f"{mode[0]}-whole", *keys)

@@ -382,7 +382,8 @@ except PeagleError as error:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "number",
+    [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGINT))],
 )
 def test_stopped_reshuffled_and_gone_on_nothing_is_asked_twice(
     server: Server, tmp_path: Path, number: signal.Signals

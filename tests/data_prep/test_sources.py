@@ -176,7 +176,10 @@ def test_tools_and_tokens_come_along() -> None:
 
 
 def test_several_user_turns_in_a_row_need_each() -> None:
-    row = {"prompt": ["A", "B"]}
+    row: dict[str, Any] = {"prompt": ["A", "B"]}
+    assert len(prompt_of(row, MixPart(source="x"), "x", "each").messages) == 2
+    assert prompt_of(row, MixPart(source="x"), "x").messages == (Message("user", "A"),)
+    row = {"messages": [{"role": "user", "content": text} for text in "AB"]}
     assert len(prompt_of(row, MixPart(source="x"), "x", "each").messages) == 2
     with pytest.raises(BadRowError, match=r"turn 1 is the user's right after turn 0.*data\.turns: each"):
         prompt_of(row, MixPart(source="x"), "x")

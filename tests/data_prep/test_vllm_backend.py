@@ -245,7 +245,8 @@ def test_every_gpu_has_an_engine_or_one_engine_has_them_all(
         assert [made.vllm.gpu for made in vllm_jobs(replace(job, device="cuda:2"), run) if made.vllm] == [2]
     with open_run(recipe, "data.workers=2") as run:
         assert [made.vllm.gpu for made in vllm_jobs(on_gpu, run) if made.vllm] == [0, 1]
-    with open_run(recipe, "target.parallel=tensor") as run:
+    server = "data.server={url: http://127.0.0.1:9/v1}"
+    with open_run(recipe, "target.parallel=tensor", server) as run:
         (whole,) = vllm_jobs(on_gpu, run)
     assert whole.vllm is not None and whole.vllm.all_gpus and whole.vllm.gpu is None
     assert sorted(whole.answered) == [0, 1, 2, 3]
