@@ -18,29 +18,27 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch import Tensor
 
 import data_prep
-from data_prep.making import AnsweredRows, cut
+from data_prep.making import AnsweredRows, MadeStates, cut
 from data_prep.online import device_of
 from data_prep.producer import Order
 from peagle_train.errors import CorruptError, PeagleError
 from peagle_train.files import require_room, sha256_of
 from peagle_train.run import Run
 from peagle_train.store.answers import AnswerStore
-from peagle_train.store.states import DTYPES, RowInfo, StateRow, require_finite
+from peagle_train.store.states import DTYPES, GB, StateRow, require_finite
 from peagle_train.target.source import obtain
 from peagle_train.tensors import load_tensors
 
 IN_FLIGHT = 2
 """Micro-batches asked of the producer at a time: one at work, one next; what is urgent waits little."""
 
-GB = 1e9
 _HEADER = 4096  # of a file beside its tensors, at most
 _LAST_LINES = 12
 
@@ -50,13 +48,12 @@ class _MicroBatch:
     number: int
     rows: list[int]
     bytes: int
-    unread: set[int] = field(default_factory=set)
-    asked: bool = False
+    unread: set[int]
     file: Path | None = None
     sha256: str = ""
 
 
-class BoundedStates:
+class BoundedStates(MadeStates):
     """States of answered rows that a producer makes under a cap: a `StatesSource`.
 
     Args:
@@ -70,10 +67,8 @@ class BoundedStates:
     """
 
     def __init__(self, order: Order, rows: AnsweredRows, hidden_size: int, fingerprint: str, cap: int):
-        self.aux_layers, self.hidden_size = list(order.aux_layers), hidden_size
-        self.dtype, self.fingerprint = order.dtype, fingerprint
-        self.most = 0  # bytes that lay on the disk, or were about to, at a time
-        self._rows, self._cap, self._budget = rows, cap, order.batch_tokens
+        super().__init__(rows, order.aux_layers, hidden_size, order.dtype, fingerprint)
+        self._cap, self._budget = cap, order.batch_tokens
         self._directory = Path(order.directory)
         self._queue: deque[_MicroBatch] = deque()  # announced and not asked for
         self._batches: list[_MicroBatch] = []  # asked for and not read to the end
@@ -90,25 +85,6 @@ class BoundedStates:
         self._directory.mkdir(parents=True)
         self._process = self._start(order)
         threading.Thread(target=self._listen, daemon=True).start()
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def info(self, set: str | None = None) -> list[RowInfo]:
-        """Rows of one set, or of all, by rising index. Raises PeagleError for an unknown set."""
-        return self._rows.info(set)
-
-    def info_of(self, row: int) -> RowInfo:
-        """What is known of one row."""
-        return self._rows.info_of(row)
-
-    def token_ids(self, row: int) -> Tensor:
-        """[n] int64, without the states."""
-        return self._rows.token_ids(row)
-
-    def loss_mask(self, row: int) -> Tensor:
-        """[n] bool, without the states."""
-        return self._rows.loss_mask(row)
 
     def upcoming(self, rows: Sequence[int]) -> None:
         """Told ahead which rows will be read next; those told together are made together."""
@@ -127,7 +103,7 @@ class BoundedStates:
             batch = next((b for b in (*self._batches, *self._queue) if row in b.unread), None)
             if batch is None:
                 batch = self._micro_batch([row])
-            if not batch.asked:  # the step waits for it
+            if batch not in self._batches:  # the step waits for it
                 if batch in self._queue:
                     self._queue.remove(batch)
                 self._send(batch)
@@ -165,9 +141,7 @@ class BoundedStates:
             self._send(self._queue.popleft())
 
     def _send(self, batch: _MicroBatch) -> None:
-        batch.asked = True
         self._batches.append(batch)
-        self.most = max(self.most, sum(batch.bytes for batch in self._batches))
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"number": batch.number, "rows": batch.rows}) + "\n")
@@ -250,9 +224,7 @@ def open_bounded(run: Run, fingerprint: str, console: Console, target: Any = Non
     order = Order(
         answers=str(run.answers_dir),
         target=str(obtain(section, console)),
-        target_dtype=section.dtype,
-        device=device_of(section),
-        trust_remote_code=section.trust_remote_code,
+        section=section.model_copy(update={"device": device_of(section)}).model_dump(),
         aux_layers=list(recipe.head.aux_layers),
         dtype=states.dtype,
         batch_tokens=states.batch_tokens,

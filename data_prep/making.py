@@ -74,6 +74,39 @@ class AnsweredRows:
         return found
 
 
+class MadeStates:
+    """What sources that make states when they are asked for have in common: all that needs no states.
+
+    aux_layers, hidden_size, dtype, fingerprint: as of a `StatesSource`.
+    """
+
+    def __init__(
+        self, rows: AnsweredRows, aux_layers: Sequence[int], hidden_size: int, dtype: str, fingerprint: str
+    ):
+        self.aux_layers, self.hidden_size = list(aux_layers), hidden_size
+        self.dtype, self.fingerprint = dtype, fingerprint
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def info(self, set: str | None = None) -> list[RowInfo]:
+        """Rows of one set, or of all, by rising index. Raises PeagleError for an unknown set."""
+        return self._rows.info(set)
+
+    def info_of(self, row: int) -> RowInfo:
+        """What is known of one row."""
+        return self._rows.info_of(row)
+
+    def token_ids(self, row: int) -> Tensor:
+        """[n] int64, without the states."""
+        return self._rows.token_ids(row)
+
+    def loss_mask(self, row: int) -> Tensor:
+        """[n] bool, without the states."""
+        return self._rows.loss_mask(row)
+
+
 def cut(rows: AnsweredRows, wanted: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Micro-batches of some rows, as `teacher_forcing.cut`: the same for the same rows in any order."""
     ordered = sorted(set(wanted))

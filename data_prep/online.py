@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
-from data_prep.making import AnsweredRows, Maker, cut
+from data_prep.making import AnsweredRows, MadeStates, Maker, cut
 from peagle_train.recipe.schema import TargetSection
 from peagle_train.run import Run
 from peagle_train.store.answers import AnswerStore
-from peagle_train.store.states import RowInfo, StateRow, require_finite
+from peagle_train.store.states import StateRow, require_finite
 from peagle_train.target.adapter import Target
 from peagle_train.target.source import obtain
 
@@ -36,7 +35,7 @@ class _MicroBatch:
     made: Future[list[StateRow]] | None = None
 
 
-class OnlineStates:
+class OnlineStates(MadeStates):
     """States of answered rows, made as they are asked for: a `StatesSource`.
 
     Args:
@@ -47,32 +46,11 @@ class OnlineStates:
     """
 
     def __init__(self, maker: Maker, batch_tokens: int, fingerprint: str, ahead: int = 0):
-        self.aux_layers, self.hidden_size = list(maker.aux_layers), maker.hidden_size
-        self.dtype, self.fingerprint = maker.dtype, fingerprint
-        self._maker, self._rows = maker, maker.rows
-        self._budget, self._ahead = batch_tokens, ahead
+        super().__init__(maker.rows, maker.aux_layers, maker.hidden_size, maker.dtype, fingerprint)
+        self._maker, self._budget, self._ahead = maker, batch_tokens, ahead
         self._queue: deque[_MicroBatch] = deque()
         self._ready: dict[int, deque[StateRow]] = defaultdict(deque)
         self._thread = ThreadPoolExecutor(1, "target") if ahead else None
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def info(self, set: str | None = None) -> list[RowInfo]:
-        """Rows of one set, or of all, by rising index. Raises PeagleError for an unknown set."""
-        return self._rows.info(set)
-
-    def info_of(self, row: int) -> RowInfo:
-        """What is known of one row."""
-        return self._rows.info_of(row)
-
-    def token_ids(self, row: int) -> Tensor:
-        """[n] int64, without the states."""
-        return self._rows.token_ids(row)
-
-    def loss_mask(self, row: int) -> Tensor:
-        """[n] bool, without the states."""
-        return self._rows.loss_mask(row)
 
     def upcoming(self, rows: Sequence[int]) -> None:
         """Told ahead which rows will be read next; those told together are made together."""
@@ -123,12 +101,7 @@ def open_online(run: Run, fingerprint: str, console: Console, target: Target | N
     section, states = run.recipe.target, run.recipe.states
     rows = AnsweredRows(AnswerStore(run.answers_dir))
     if target is None:
-        target = Target.load(
-            obtain(section, console),
-            dtype=section.dtype,
-            device=device_of(section),
-            trust_remote_code=section.trust_remote_code,
-        )
+        target = Target.of(section, obtain(section, console), device=device_of(section))
     maker = Maker(target, rows, run.recipe.head.aux_layers, states.dtype)
     elsewhere = target.device.type == "cuda" and target.device.index != _local_rank()
     return OnlineStates(maker, states.batch_tokens, fingerprint, AHEAD if elsewhere else 0)

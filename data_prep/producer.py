@@ -22,6 +22,7 @@ from data_prep.child import end_with_parent, reports_to_parent
 from data_prep.making import AnsweredRows, Maker
 from peagle_train.errors import PeagleError
 from peagle_train.files import atomic_file, sha256_of
+from peagle_train.recipe.schema import TargetSection
 from peagle_train.store.answers import AnswerStore
 from peagle_train.store.states import StateRow
 from peagle_train.target.adapter import Target
@@ -34,9 +35,7 @@ class Order:
 
     answers: str  # folder
     target: str  # folder
-    target_dtype: str
-    device: str
-    trust_remote_code: bool
+    section: dict[str, Any]  # TargetSection, with the device of this process
     aux_layers: list[int]
     dtype: str
     batch_tokens: int
@@ -72,9 +71,7 @@ def _requests() -> Iterator[dict[str, Any]]:
 
 def _maker(order: Order) -> Maker:
     rows = AnsweredRows(AnswerStore(Path(order.answers)))
-    target = Target.load(
-        order.target, dtype=order.target_dtype, device=order.device, trust_remote_code=order.trust_remote_code
-    )
+    target = Target.of(TargetSection(**order.section), Path(order.target))
     return Maker(target, rows, order.aux_layers, order.dtype)
 
 

@@ -6,20 +6,18 @@ the states are sealed before the answers, so an answers batch on the disk always
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TextIO
 
 import torch
 
 from data_prep.answer import answer
+from data_prep.child import end_with_parent, reports_to_parent
 from data_prep.conversation import Conversation, Talk
 from data_prep.jobs import Job, VllmPlan
 from data_prep.sampling import Draw
@@ -36,8 +34,8 @@ _REPORT_EVERY = 0.25  # seconds
 class _Reporter:
     """Writes reports to the parent; token counts are gathered, so that reporting costs nothing."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    def __init__(self, say: Callable[..., None]):
+        self.say = say
         self._tokens, self._sent = 0, time.monotonic()
 
     def tokens(self, count: int) -> None:
@@ -46,18 +44,12 @@ class _Reporter:
             self.say(tokens=self._tokens)
             self._tokens, self._sent = 0, time.monotonic()
 
-    def say(self, **report: Any) -> None:
-        print(json.dumps(report), file=self._stream, flush=True)
-
 
 def main() -> int:
     """Reads the job from standard input; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends all workers
-    threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
-    # Whatever a library prints must not be taken for a report.
-    reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    reporter = _Reporter(reports)
+    end_with_parent()
+    reporter = _Reporter(reports_to_parent())
     job = Job.from_json(sys.stdin.read())
     if job.threads is not None:
         torch.set_num_threads(job.threads)
@@ -209,13 +201,6 @@ def _extract_with_vllm(job: Job, vllm: VllmPlan, reporter: _Reporter) -> None:
 def _state_row(row: AnswerRow, aux: torch.Tensor, last: torch.Tensor) -> StateRow:
     tokens, mask = torch.tensor(row.token_ids), torch.tensor(row.loss_mask)
     return StateRow(row.row, row.set, row.id, tokens, mask, aux, last, row.prompt_length)
-
-
-def _follow_parent(parent: int) -> None:
-    """Ends this process once its parent is gone, even killed: nobody would read its reports or stop it."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 if __name__ == "__main__":

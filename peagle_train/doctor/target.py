@@ -57,13 +57,7 @@ def load(patient: Patient) -> Iterator[Line]:
     """The weights, whole and all used; `itself` compares, so that one difference does not hide the others."""
     section = patient.recipe.target
     started = time.monotonic()
-    patient.target = Target.load(
-        patient.folder,
-        dtype=section.dtype,
-        device=section.device,
-        trust_remote_code=section.trust_remote_code,
-        prove=False,
-    )
+    patient.target = Target.of(section, patient.folder, prove=False)
     device = patient.target.device
     yield ok(f"{section.dtype} on {device}, in {time.monotonic() - started:.1f} s")
 

@@ -170,12 +170,7 @@ def measure(
 
 def _target(run: Run, console: Console) -> Target:
     section = run.recipe.target
-    return Target.load(
-        obtain(section, console),
-        dtype=section.dtype,
-        device=section.device,
-        trust_remote_code=section.trust_remote_code,
-    )
+    return Target.of(section, obtain(section, console))
 
 
 def _lengths(sets: dict[str, Any], k: int) -> str:

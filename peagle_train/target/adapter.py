@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from peagle_train.recipe.schema import TargetSection
 from peagle_train.target.cache import KeyValueCache
 from peagle_train.target.facts import TargetFacts, read_facts
 from peagle_train.target.loading import load_model
@@ -116,6 +117,20 @@ class Target:
         if prove:
             self_check(target)
         return target
+
+    @classmethod
+    def of(
+        cls, section: TargetSection, folder: Path, *, device: str | None = None, prove: bool = True
+    ) -> Target:
+        """As `load`, as a recipe's section says. device: another than the section's."""
+        return cls.load(
+            folder,
+            dtype=section.dtype,
+            device=section.device if device is None else device,
+            trust_remote_code=section.trust_remote_code,
+            spread=section.parallel == "layers",
+            prove=prove,
+        )
 
     def new_cache(self) -> KeyValueCache:
         """An empty KV cache for `forward`: `crop` takes rejected tokens back, `select` drops rows."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +22,9 @@ class InlineJobs:
         threads = torch.get_num_threads()
         work = Work(workers=len(jobs), seconds=1.0)
         for job in jobs:
-            stream = io.StringIO()
-            _work(job, _Reporter(stream))
-            done = [report for report in map(json.loads, stream.getvalue().splitlines()) if "done" in report]
+            said: list[dict[str, Any]] = []
+            _work(job, _Reporter(lambda into=said, **report: into.append(report)))
+            done = [report for report in said if "done" in report]
             self.batches += [report["done"] for report in done]
             work.rows += sum(report["rows"] for report in done)
             work.tokens += sum(report["tokens"] for report in done)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -108,12 +106,16 @@ def extraction(directory: Path, batches: int, rows: int, tokens: int) -> Job:
     return Job("extract", "", "float32", "cpu", False, 1, plan, answered=answered)
 
 
+def unheard(**report: Any) -> None:
+    """To whom nobody listens."""
+
+
 def made(job: Job, target: Target, behind: bool) -> tuple[StateStore, list[dict[str, Any]]]:
     assert job.states is not None
-    said, writer = io.StringIO(), job.states.writer()
-    worker._extract(job, target, writer, _Reporter(said), behind=behind)
+    said, writer = list[dict[str, Any]](), job.states.writer()
+    worker._extract(job, target, writer, _Reporter(lambda **report: said.append(report)), behind=behind)
     writer.seal()
-    return StateStore(writer.directory), [json.loads(line) for line in said.getvalue().splitlines()]
+    return StateStore(writer.directory), said
 
 
 def test_written_beside_the_next_pass_it_is_the_same(tmp_path: Path, target: Target) -> None:
@@ -153,7 +155,7 @@ def test_a_batch_that_cannot_be_written_ends_the_work(
 
     monkeypatch.setattr(writer, "write_batch", full)
     with pytest.raises(PeagleError, match="the disk is full"):
-        worker._extract(job, target, writer, _Reporter(io.StringIO()), behind=True)
+        worker._extract(job, target, writer, _Reporter(unheard), behind=True)
     assert written == [0, 1] and writer.sealed_batches() == {0, 1}
 
 
@@ -164,5 +166,5 @@ def test_memory_is_flat_over_many_batches(tmp_path: Path, target: Target, behind
     job = extraction(tmp_path / "states", batches=120, rows=4, tokens=120)
     before = psutil.Process().memory_info().rss
     assert job.states is not None
-    worker._extract(job, target, job.states.writer(), _Reporter(io.StringIO()), behind=behind)
+    worker._extract(job, target, job.states.writer(), _Reporter(unheard), behind=behind)
     assert psutil.Process().memory_info().rss - before < 20e6
