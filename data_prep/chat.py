@@ -20,7 +20,8 @@ from data_prep.template import ChatRenderer, RefusedTurnsError
 from data_prep.turns import Turns, asks_of, draw
 from peagle_train.errors import PeagleError
 from peagle_train.files import fingerprint
-from peagle_train.recipe.schema import Recipe, Sampling
+from peagle_train.recipe.data import Sampling
+from peagle_train.recipe.schema import Recipe
 from peagle_train.target.facts import TargetFacts
 
 __all__ = ["Asking", "ChatRenderer", "Dialog", "Given", "RefusedTurnsError", "Rendered", "render_sets"]

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from data_prep.chat import ChatRenderer, RefusedTurnsError, Rendered
 from data_prep.formats import FORMATS
 from peagle_train.errors import PeagleError
-from peagle_train.recipe.schema import DataSection
+from peagle_train.recipe.data import DataSection
 from peagle_train.store.answers import AnswerRow
 from peagle_train.target.facts import TargetFacts
 

@@ -33,7 +33,7 @@ from data_prep.server import answer_by_server
 from data_prep.server.stage import Answering
 from data_prep.workers import Work, run_jobs, split_job
 from peagle_train.files import fingerprint, remove_leftovers
-from peagle_train.recipe.schema import DataSection
+from peagle_train.recipe.data import DataSection
 from peagle_train.run import Run
 from peagle_train.stages import StageResult, begin, finished, seal
 from peagle_train.store import AnswerWriter, SetCounts

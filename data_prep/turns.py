@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from data_prep.prompts import Message
 from data_prep.prompts.base import digest
-from peagle_train.recipe.schema import Sampling
+from peagle_train.recipe.data import Sampling
 
 Turns = Literal["last", "each"]
 

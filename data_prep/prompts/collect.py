@@ -26,7 +26,7 @@ from data_prep.prompts.rows import Row, read_files
 from data_prep.prompts.shapes import BadRowError, prompt_of
 from peagle_train.errors import PeagleError
 from peagle_train.files import sha256_of
-from peagle_train.recipe.schema import DataSection, MixPart, PromptSet
+from peagle_train.recipe.data import DataSection, MixPart, PromptSet
 
 _BUILT_IN: dict[str, Callable[[], list[Prompt]]] = {"stdlib": stdlib.load, "humaneval": humaneval.load}
 CONTAMINATED = "text of a benchmark"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from data_prep.prompts.rows import Row
 from peagle_train.errors import PeagleError
-from peagle_train.recipe.schema import MixPart
+from peagle_train.recipe.data import MixPart
 
 PREFIX = "hub:"
 _BUFFER = 10_000

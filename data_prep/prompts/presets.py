@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from peagle_train.recipe.schema import MixPart
+from peagle_train.recipe.data import MixPart
 
 _SHAREGPT = {"human": "user", "gpt": "assistant", "system": "system"}
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from data_prep.prompts.base import Answered, Message, Prompt
-from peagle_train.recipe.schema import MixPart
+from peagle_train.recipe.data import MixPart
 
 _ROLES = ("system", "user", "assistant", "tool")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")

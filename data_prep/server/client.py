@@ -25,7 +25,7 @@ from openai import (
 )
 
 from peagle_train.errors import PeagleError
-from peagle_train.recipe.schema import ServerSection
+from peagle_train.recipe.data import ServerSection
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds before a second attempt, doubled each time, and at most."""

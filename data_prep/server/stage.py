@@ -26,7 +26,7 @@ from data_prep.conversation import Conversation, Talk
 from data_prep.server.client import Asked, Client, FailedError
 from data_prep.server.journal import Journal
 from peagle_train.errors import PeagleError
-from peagle_train.recipe.schema import ServerSection
+from peagle_train.recipe.data import ServerSection
 from peagle_train.store.answers import AnswerRow, AnswerWriter
 
 ERRORS = "errors.jsonl"

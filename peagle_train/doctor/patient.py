@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from peagle_train.recipe import LoadedRecipe
-from peagle_train.recipe.schema import PromptSet, Recipe
+from peagle_train.recipe.data import PromptSet
+from peagle_train.recipe.schema import Recipe
 from peagle_train.run import Run
 
 if TYPE_CHECKING:

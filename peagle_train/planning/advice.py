@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from peagle_train.planning.lengths import Lengths
 from peagle_train.planning.work import Work
-from peagle_train.recipe.schema import PromptSet, Recipe
+from peagle_train.recipe.data import PromptSet
+from peagle_train.recipe.schema import Recipe
 from peagle_train.target.known import Known
 
 CUT = 0.25

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from peagle_train.errors import PeagleError
-from peagle_train.recipe.schema import DataSection, PromptSet, Recipe
+from peagle_train.recipe.data import DataSection, PromptSet
+from peagle_train.recipe.schema import Recipe
 from peagle_train.run import FOLDERS, run_directory
 from peagle_train.stages import read_record
 from peagle_train.store.answers import AnswerStore

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peagle_train.recipe.schema import PromptSet, Recipe
+from peagle_train.recipe.data import PromptSet
+from peagle_train.recipe.schema import Recipe
 from peagle_train.twin.make import WINDOW, Original, Twin, twin_of
 
 COUNTS = {"train": 24, "validation": 8}

@@ -13,7 +13,7 @@ from data_prep.prompts import Candidates, Prompt, collect, prove_disjoint
 from data_prep.prompts import stdlib as stdlib_source
 from data_prep.prompts.base import split_of, spread
 from peagle_train.errors import PeagleError
-from peagle_train.recipe.schema import DataSection, MixPart, PromptSet
+from peagle_train.recipe.data import DataSection, MixPart, PromptSet
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from data_prep.server.stage import ERRORS, StoppedError
 from peagle_train import Run
 from peagle_train.errors import PeagleError
 from peagle_train.pipeline import run_stage
-from peagle_train.recipe.schema import ServerSection
+from peagle_train.recipe.data import ServerSection
 from peagle_train.store import AnswerStore, AnswerWriter
 from peagle_train.twin.tokenizers import save_tokenizer
 from tests.tiny_run import tiny_recipe

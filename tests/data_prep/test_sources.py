@@ -23,7 +23,7 @@ from data_prep.prompts.contamination import WORDS, Benchmarks
 from data_prep.prompts.presets import PRESETS, spelled_out
 from data_prep.prompts.shapes import BadRowError, prompt_of
 from peagle_train.errors import PeagleError
-from peagle_train.recipe.schema import DataSection, MixPart, PromptSet
+from peagle_train.recipe.data import DataSection, MixPart, PromptSet
 
 ROWS = [{"prompt": f"What is {n} times {n}?"} for n in range(40)]
 

@@ -14,7 +14,7 @@ from data_prep.prompts import Candidates, Message, Prompt
 from data_prep.sampling import Chooser, Draw
 from data_prep.turns import Way, asks_of, draw
 from peagle_train.errors import PeagleError
-from peagle_train.recipe.schema import Sampling
+from peagle_train.recipe.data import Sampling
 from peagle_train.target.adapter import Target
 from peagle_train.twin.models import TWINS
 from peagle_train.twin.tokenizers import save_tokenizer

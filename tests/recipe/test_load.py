@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from peagle_train.errors import PeagleError, RecipeError
 from peagle_train.recipe import Recipe, find_recipe, load_recipe, read_recipe
 from peagle_train.recipe.fields import all_keys, documentation
-from peagle_train.recipe.schema import Section
+from peagle_train.recipe.section import Section
 from peagle_train.recipe.yaml_text import dump, parse
 
 GOOD = """\
