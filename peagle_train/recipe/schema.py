@@ -1,8 +1,8 @@
 """The recipe: everything one run depends on, in one typed YAML file.
 
 Each class below is one section of the file (`data` has its own file, data.py), and the descriptions are the
-documentation: `peagle recipe` prints them. A key left out takes the default given here; an unknown key is an error.
-What one field must be stands here; what several fields must be together stands in `rules.py`, and what
+documentation: `peagle recipe` prints them. A key left out takes the default given here; an unknown key is an
+error. What one field must be stands here; what several fields must be together stands in `rules.py`, and what
 only the target can tell (its depth, its vocabulary) in `checks.py`.
 """
 
