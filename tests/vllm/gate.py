@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_prep.answer import Answer, answer
+from peagle_train.errors import CorruptError
 from peagle_train.export.checks import HeadFault, check_head
 from peagle_train.export.contract import AUX_KEY, CONFIG_FILE, EMBEDDINGS, WEIGHTS_FILE
 from peagle_train.export.layout import export_head
@@ -75,16 +76,23 @@ CHANGES: dict[str, dict[str, Any]] = {"gemma4": {"final_logit_softcapping": 30.0
 
 @dataclass(frozen=True)
 class Subject:
-    """A target of one class, its prompts and answers, and a store of the states of both.
+    """A target of one class, what it answered with the states of all of it, and a store of those.
 
     The store's `train` and `validation` rows are the same eight.
     """
 
     name: str
     target: Target
-    prompts: list[list[int]]
-    answers: list[list[int]]
+    made: list[Answer]
     store: StateStore
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [made.token_ids[: made.prompt_length] for made in self.made]
+
+    @property
+    def answers(self) -> list[list[int]]:
+        return [made.token_ids[made.prompt_length :] for made in self.made]
 
 
 def make_subject(name: str, room: Path) -> Subject:
@@ -102,13 +110,7 @@ def make_subject(name: str, room: Path) -> Subject:
             break
     found = found[:ROWS]
     assert len(found) == ROWS, f"{name}: only {len(found)} prompts have answers fit for the gate"
-    return Subject(
-        name,
-        target,
-        [made.token_ids[: made.prompt_length] for made in found],
-        [made.token_ids[made.prompt_length :] for made in found],
-        _store(target, found, room / "states"),
-    )
+    return Subject(name, target, found, _store(target, found, room / "states"))
 
 
 def _temper(file: Path) -> None:
@@ -205,7 +207,10 @@ def plant(fault: str, sound: Path, directory: Path, subject: Subject) -> None:
 
 
 def _train_unshifted(subject: Subject, directory: Path) -> DrafterHead:
-    """Trained as if the mask were one of slots: slot i carries loss where x[i] was generated, not x[i+1]."""
+    """Trained as if the mask were one of slots: slot i carries loss where x[i] was generated, not x[i+1].
+
+    The store is written by the same wrong rule: a right one holds other states, and says so when it is read.
+    """
     shifted = alignment.turn_ends
 
     def by_slot(loss_mask: Tensor) -> Tensor:
@@ -213,7 +218,10 @@ def _train_unshifted(subject: Subject, directory: Path) -> DrafterHead:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(alignment, "turn_ends", by_slot)
-        return train(subject, directory)
+        with pytest.raises(CorruptError, match="numbers, expected"):
+            subject.store.read(0)
+        store = _store(subject.target, subject.made, directory.with_name(f"{directory.name}, states"))
+        return train(replace(subject, store=store), directory)
 
 
 def _damage(fault: str, directory: Path, target: Target) -> None:
