@@ -20,7 +20,7 @@ PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 export PYTHON TORCH VLLM_PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-vllm test-all side-by-side compare-peer gpu-check lint format wheel lock ablate
+.PHONY: help install train test test-processes test-vllm test-all side-by-side compare-peer gpu-check lint format wheel lock ablate
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 14
@@ -30,8 +30,11 @@ install: .venv/.installed ## make the environment, .venv
 train: .venv/.installed ## run recipes/MODEL.yaml from prompts to a proven head
 	$(BIN)/peagle run recipes/$(MODEL).yaml $(if $(filter-out 0,$(TWIN)),--twin )$(ARGS)
 
-test: .venv/.installed ## all tests but the slow ones and those that need a vLLM
-	$(BIN)/python -m pytest -m "not slow and not vllm" $(PARALLEL)
+test: .venv/.installed ## all tests but the slow ones, those of many processes and those that need a vLLM
+	$(BIN)/python -m pytest -m "not slow and not processes and not vllm" $(PARALLEL)
+
+test-processes: .venv/.installed ## workers, launchers and kills: tests that start processes of their own
+	$(BIN)/python -m pytest -m "processes and not slow and not vllm" $(PARALLEL)
 
 test-vllm: .venv/.installed $(filter .venv-vllm/%,$(VLLM_PYTHON:bin/python=.installed)) ## prove heads against a real vLLM
 	$(BIN)/python -m pytest tests/vllm -m "vllm and not slow"

@@ -88,6 +88,7 @@ def test_without_cuda_it_says_so_with_status_2(
     assert "sees no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_part_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: lines come through a pipe, and a process that dies is a failure."""
     monkeypatch.chdir(ROOT)

@@ -179,6 +179,7 @@ def test_stages_out_of_order_name_the_one_to_run(recipe: Path) -> None:
                 run_stage(run, stage, Console(quiet=True))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_training_stage_under_a_launcher(done: dict, recipe: Path, processes: int) -> None:
     """One process trains the same head as `peagle train`; two share each step's rows."""

@@ -113,6 +113,7 @@ def run_worker(python: str, name: str) -> tuple[dict[str, Any], ...]:
         worker.close()
 
 
+@pytest.mark.processes
 def test_our_worker_measures_a_step() -> None:
     built, memory, step = run_worker(sys.executable, "ours")
     assert built["trained"]["embed_tokens.weight"] == TINY.vocab_size * TINY.hidden_size

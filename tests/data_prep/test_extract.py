@@ -182,6 +182,7 @@ def assert_whole(states: Path) -> None:
         assert torch.equal(mine.aux, whole.aux) and torch.equal(mine.last, whole.last)
 
 
+@pytest.mark.processes
 def test_two_processes_make_what_one_makes(answered: Path, states: Path) -> None:
     process = launch(answered, 2)
     out, _ = process.communicate(timeout=240)

@@ -76,6 +76,7 @@ def stored(recipe: Path) -> StateStore:
     return StateStore(recipe.parent / "runs" / "base" / "states")
 
 
+@pytest.mark.processes
 def test_they_are_the_stored_states(source: StatesSource, recipe: Path) -> None:
     store = stored(recipe)
     rows = [info.row for info in store.info()]
@@ -93,6 +94,7 @@ def test_they_are_the_stored_states(source: StatesSource, recipe: Path) -> None:
             )
 
 
+@pytest.mark.processes
 def test_unknown_rows_and_sets_are_named(source: StatesSource) -> None:
     with pytest.raises(PeagleError, match="no row 999"):
         source.read(999)
@@ -105,6 +107,7 @@ def losses(training: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in lines if "loss" in line]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("mode", MODES)
 def test_a_training_learns_what_it_learns_from_stored_states(recipe: Path, mode: list[str]) -> None:
     keys = ["train.log_every=1", f"states.mode={mode[0]}", *mode[1:]]
@@ -120,6 +123,7 @@ def test_a_training_learns_what_it_learns_from_stored_states(recipe: Path, mode:
         assert "acceptance length" in run_stage(run, "evaluate", QUIET).message
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("mode", MODES)
 def test_killed_and_gone_on_it_ends_with_the_same_bits(recipe: Path, mode: list[str]) -> None:
     keys = [f"states.mode={mode[0]}", *mode[1:]]
@@ -152,6 +156,7 @@ def bounded(recipe: Path, cap: float) -> BoundedStates:
         return open_bounded(run, "f", QUIET)
 
 
+@pytest.mark.processes
 def test_within_the_cap_the_producer_works_ahead_and_damage_is_noticed(recipe: Path) -> None:
     cap = 0.0002
     states = bounded(recipe, cap)
@@ -199,6 +204,7 @@ def test_a_producer_that_dies_is_told_with_its_last_words(recipe: Path) -> None:
         states.close()
 
 
+@pytest.mark.processes
 def test_a_fault_of_the_producer_is_told_as_it_stands(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_prep.bounded.obtain", lambda section, console: recipe.parent / "nowhere")
     states = bounded(recipe, 0.001)

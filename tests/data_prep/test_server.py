@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, content)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        with suppress(BrokenPipeError):  # a client that was stopped, or waits no longer
+            self.wfile.write(data)
 
 
 @pytest.fixture
@@ -381,6 +383,7 @@ except PeagleError as error:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "number",
     [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGINT))],
@@ -430,6 +433,7 @@ def test_stopped_reshuffled_and_gone_on_nothing_is_asked_twice(
     assert len(before) + len(server.asked) - len(again) == len(rows)
 
 
+@pytest.mark.processes
 def test_the_states_of_a_servers_answers_are_made_by_extract(server: Server, tmp_path: Path) -> None:
     path = recipe_for(server, tmp_path, 1, 2, 3)
     server.reply = lambda r, n: body([5, 6, END], "stop", len(r["prompt"]))

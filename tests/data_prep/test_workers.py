@@ -50,6 +50,7 @@ def job(target: Path, folder: Path, batches: int = 2) -> Job:
     return Job("answer", str(target), "float32", "cpu", False, 1, None, str(folder), "f1", 4, prompts=prompts)
 
 
+@pytest.mark.processes
 def test_after_a_sigkill_at_most_the_unsealed_batches_are_redone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +97,7 @@ def test_after_a_sigkill_at_most_the_unsealed_batches_are_redone(
     assert AnswerStore(tmp_path / "runs/whole/answers").batches() == store.batches()
 
 
+@pytest.mark.processes
 def test_a_dying_worker_is_named_with_its_batch_and_last_lines(tmp_path: Path) -> None:
     target = tiny_llama(tmp_path / "target")
     broken = job(target, tmp_path)
@@ -107,6 +109,7 @@ def test_a_dying_worker_is_named_with_its_batch_and_last_lines(tmp_path: Path) -
     assert (tmp_path / "batch-00000.jsonl").exists() and not (tmp_path / "batch-00001.jsonl").exists()
 
 
+@pytest.mark.processes
 def test_a_fault_is_reported_as_it_stands(tmp_path: Path) -> None:
     target = tiny_llama(tmp_path / "target")
     config = json.loads((target / "config.json").read_text())

@@ -39,6 +39,7 @@ def planned_and_measured(recipe: str, *overrides: str) -> tuple[int, int]:
     return planned, in_a_process("-m", "tests.planning.peak_worker", recipe, *overrides)
 
 
+@pytest.mark.processes
 def test_a_twins_peak_is_the_planned_one(tmp_path: Path) -> None:
     """Of a head that weighs more than the libraries around it."""
     train = {"positions": 5, "steps": 3, "batch_tokens": 1024, "accumulate": 1}

@@ -72,6 +72,7 @@ def outcome(request: pytest.FixtureRequest, way: str, rank: int = 0) -> tuple[di
 ways = pytest.mark.parametrize("way", [*TORCH_WAYS, *ZERO_WAYS])
 
 
+@pytest.mark.processes
 @ways
 def test_two_processes_train_what_one_does(way: str, request: pytest.FixtureRequest, alone: Any) -> None:
     """Losses, gradient norms, counts and weights, with unequal rows and a process that has nothing to do."""
@@ -91,6 +92,7 @@ def test_two_processes_train_what_one_does(way: str, request: pytest.FixtureRequ
             assert torch.allclose(tensor, final[name], rtol=1e-5, atol=1e-5), name
 
 
+@pytest.mark.processes
 @ways
 def test_validation_is_a_sum_over_processes(way: str, request: pytest.FixtureRequest, alone: Any) -> None:
     """Not a mean of means: processes validate unequal rows; ZeRO-3 and FSDP2 gather weights for it."""
@@ -99,6 +101,7 @@ def test_validation_is_a_sum_over_processes(way: str, request: pytest.FixtureReq
     assert found["validation"][0]["validation"]["num_drafts"] > 50
 
 
+@pytest.mark.processes
 @ways
 def test_a_run_goes_on_bit_for_bit_from_what_it_saved(way: str, request: pytest.FixtureRequest) -> None:
     """And a step that was skipped, not taken, changed nothing in it."""
@@ -112,6 +115,7 @@ def test_a_run_goes_on_bit_for_bit_from_what_it_saved(way: str, request: pytest.
     assert saved == pytest.approx((3 if way in ZERO_WAYS else 2) * parameters, rel=0.02)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("way", ["zero3", "fsdp2"])
 def test_parameters_are_gathered_once(way: str, request: pytest.FixtureRequest) -> None:
     """FSDP2 once a step; ZeRO-3 once a micro-batch, and once more in the first, which it watches."""

@@ -56,23 +56,27 @@ def assert_as_planned(found: Found) -> None:
     assert above >= 0.7 * planned, (above, planned, found)
 
 
+@pytest.mark.processes
 def test_the_measured_peak_is_the_planned_one(free: dict[int, Found]) -> None:
     for found in free.values():
         assert_as_planned(found)
 
 
+@pytest.mark.processes
 def test_the_unroll_of_an_eagle3_head_is_planned_as_one_graph(measured: Measure) -> None:
     found = measured("eagle3", 1000, 0)
     assert_as_planned(found)
     assert found["settings"]["group_rows"] == 3 * 1000
 
 
+@pytest.mark.processes
 def test_the_peak_grows_linearly_with_the_batch(free: dict[int, Found]) -> None:
     """Twice the tokens, twice what they add: nothing holds pairs of tokens."""
     low, middle, high = (free[tokens]["measured"] - free[tokens]["resident"] for tokens in SIZES)
     assert high - middle <= 1.25 * 2 * (middle - low)
 
 
+@pytest.mark.processes
 def test_a_tighter_budget_is_kept(measured: Measure, free: dict[int, Found]) -> None:
     tight = free[1000]["predicted"] - 60 * MIB
     found = measured("peagle", 1000, tight)

@@ -152,6 +152,7 @@ def test_the_number_of_threads_is_that_of_the_first_start(recipe: Path) -> None:
 SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in ("zero1", "zero2")]  # half a minute each
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("way", [*TORCH_WAYS, *SLOW, "zero3"])
 def test_two_processes_killed_go_on_exactly(recipe: Path, tmp_path: Path, way: str) -> None:
     """The stage as launchers start it, with all that a wrapping splits."""

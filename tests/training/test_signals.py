@@ -118,6 +118,7 @@ def test_a_signal_in_the_last_step_stops_the_command_too(recipe: Path, whole: Pa
     assert_equal(training, whole)
 
 
+@pytest.mark.processes
 def test_the_command_line_leaves_with_the_signals_code(recipe: Path) -> None:
     training = fresh(recipe, "typed")
     arguments = [str(recipe), "name=typed", "train.steps=3000", "train.validate_every=1000"]
