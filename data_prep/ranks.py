@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch.distributed
 from rich.console import Console
 
-from data_prep.extract import Pass, begin_pass, job_of, pass_of, seal_pass
+from data_prep.passes import Pass, begin_pass, job_of, pass_of, seal_pass
 from data_prep.workers import gpus_of, run_jobs
 from peagle_train.errors import PeagleError
 from peagle_train.run import Run
