@@ -54,7 +54,7 @@ def data(train: PromptSet, **more: Any) -> DataSection:
 
 
 @pytest.fixture
-def everywhere(tmp_path: Path) -> Iterator[list[str]]:
+def everywhere(tmp_path: Path, s3: str) -> Iterator[list[str]]:
     """The same rows as each kind of source."""
     half = len(ROWS) // 2
     (tmp_path / "folder" / "deep").mkdir(parents=True)
@@ -67,8 +67,10 @@ def everywhere(tmp_path: Path) -> Iterator[list[str]]:
     (tmp_path / "folder" / "readme.txt").write_text("not rows")
     memory = fsspec.filesystem("memory")
     memory.pipe_file("/bucket/rows.jsonl", lines(ROWS).encode())
+    fsspec.filesystem("s3").pipe_file(f"{s3}/rows.jsonl", lines(ROWS).encode())
     names = ["rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.parquet", "folder", "folder/**/*.jsonl"]
-    yield [*(str(tmp_path / name) for name in names), "memory://bucket/rows.jsonl", "memory://bucket"]
+    urls = ["memory://bucket/rows.jsonl", "memory://bucket", f"{s3}/*.jsonl", s3]
+    yield [*(str(tmp_path / name) for name in names), *urls]
     memory.rm("/bucket", recursive=True)
 
 
