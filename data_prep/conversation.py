@@ -41,7 +41,7 @@ TOO_LONG = "too long"
 class TalkPlan:
     """What `Talk` is made of besides the tokenizer, as plain values: it travels to workers as JSON.
 
-    max_prompt_tokens: what is given in a conversation, its answers not counted.
+    max_prompt_tokens: of every prompt, its history counted; with max_new_tokens the longest row there is.
     max_positions: of the target; no row becomes longer.
     """
 
@@ -187,7 +187,6 @@ class Conversation:
                 return CONTROL
         except RefusedTurnsError:
             return REFUSED
-        most = talk.plan.max_prompt_tokens + self._asked * talk.plan.max_new_tokens
-        if len(ids) > most or len(ids) + talk.plan.max_new_tokens > talk.plan.max_positions:
+        if len(ids) > min(talk.plan.max_prompt_tokens, talk.plan.max_positions - talk.plan.max_new_tokens):
             return TOO_LONG
         return ids

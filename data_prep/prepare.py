@@ -204,8 +204,8 @@ def _sizes(prompt: Rendered, data: DataSection) -> list[tuple[int, int]]:
     if prompt.given is not None:
         return [(len(prompt.token_ids), sum(end - start for start, end in prompt.given.spans))]
     new = data.max_new_tokens
-    later = [(data.max_prompt_tokens + (turn + 1) * new, new) for turn in range(1, prompt.asks)]
-    return [(len(prompt.token_ids) + new, new), *later]
+    later = (data.max_prompt_tokens + new, new)
+    return [(len(prompt.token_ids) + new, new), *[later] * (prompt.asks - 1)]
 
 
 def _unasked(prompts: list[Rendered], writer: AnswerWriter) -> dict[str, dict[str, int]]:

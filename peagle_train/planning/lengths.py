@@ -5,7 +5,8 @@
                                            cut at data.max_new_tokens
     the recipe's bounds                    every row as long as it may be
 
-Prompts count in full, with data.max_prompt_tokens, until they have been answered.
+Prompts count in full, with data.max_prompt_tokens, until they have been answered. With `data.turns: each` a
+conversation is one row, as it is where its history is rendered as it was generated, and all of it answers.
 """
 
 from __future__ import annotations
@@ -110,6 +111,12 @@ def lengths_of(recipe: Recipe, measured: AnswerTokens | None) -> Lengths:
         )
     most = (data.max_prompt_tokens, data.max_new_tokens)
     sample = [(data.max_prompt_tokens, answer) for answer in answers]
+    if data.turns == "each":
+        source += (
+            "; a conversation is one row, all of it answers (where a template drops earlier thoughts, each "
+            "answer has a row)"
+        )
+        most, *sample = [(1, prompt - 1 + answer) for prompt, answer in (most, *sample)]
     return Lengths(
         {name: SetLengths(_count(part), sample, most, cut) for name, part in _sets(data).items()}, source
     )

@@ -134,7 +134,9 @@ class DataSection(Section):
         "quoted in rejects.jsonl",
     )
     min_prompt_tokens: Index = Field(default=0, description="shorter prompts are left out and counted")
-    max_prompt_tokens: Count = Field(default=256, description="longer prompts are left out and counted")
+    max_prompt_tokens: Count = Field(
+        default=256, description="longer prompts, their history included, are left out and counted"
+    )
     max_new_tokens: Count = Field(default=64, description="an answer is cut here and counted as truncated")
     batch_size: Count = Field(
         default=32, description="rows answered at once; the unit that is redone after a kill"

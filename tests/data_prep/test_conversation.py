@@ -165,10 +165,16 @@ def test_a_prompt_that_grows_too_long_ends_the_conversation(plain: Chat, limits:
     assert conversation.next is None and conversation.stopped == "too long"
 
 
-def test_what_may_be_given_grows_by_what_was_generated(plain: Chat) -> None:
-    first = len(plain.rendered().token_ids)
-    long = plain.encode(plain.say(plain.decode(plain.rendered().token_ids), "", "x" * 300))
-    for most, stopped in ((first + 150, ""), (first + 20, "too long")):
+def test_every_prompt_is_bounded_with_its_history(plain: Chat) -> None:
+    """So no row is longer than max_prompt_tokens and max_new_tokens together."""
+    first = plain.rendered().token_ids
+    long = plain.encode(plain.say(plain.decode(first), "", "x" * 300))
+    conversation = Conversation(plain.rendered(), plain.talk)
+    conversation.answered(long, "stop")
+    assert conversation.next is not None
+    second = len(conversation.next)
+    assert second > len(first) + 300
+    for most, stopped in ((second, ""), (second - 1, "too long")):
         talk = plain.talk
         talk.plan = replace(talk.plan, max_prompt_tokens=most, max_new_tokens=len(long))
         conversation = Conversation(plain.rendered(), talk)

@@ -109,6 +109,16 @@ def test_the_head_is_the_one_that_will_be_trained(recipe: Path) -> None:
     assert all(p.is_meta for p in plan.head.head.parameters())
 
 
+def test_of_a_conversation_answered_turn_by_turn_everything_may_be_answers(recipe: Path) -> None:
+    last, each = (
+        plan_recipe(recipe, [f"data.turns={turns}", "data.train.count=8"]) for turns in ("last", "each")
+    )
+    assert each.lengths.train.longest == last.lengths.train.longest
+    assert each.lengths.train.mean_answer == each.lengths.train.longest - 1
+    assert each.disk.states > last.disk.states
+    assert "each answer has a row" in each.lengths.source
+
+
 def test_measured_lengths_follow_their_median_and_decile() -> None:
     lengths = lengths_of(load_recipe("gpt-oss-20b"), MEASURED)
     answers = sorted(answer for _, answer in lengths.train.sample)
