@@ -61,42 +61,68 @@ class Acceptance:
         return [a / self.num_drafts if self.num_drafts else 0.0 for a in self.accepted_at]
 
 
-def walk(matches: Tensor, available: Tensor, k: int) -> Acceptance:
-    """Walks one document.
+@dataclass(frozen=True)
+class Round:
+    """One draft of the walk: the anchor it starts from, and how many of its tokens held."""
 
-    Args:
-        matches: [S, K] bool, whether draft d at anchor a equals the answer's token.
-        available: [S] int64, how many labels of each chain exist within the turn (0: never an anchor).
-        k: drafts per round.
+    anchor: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Of one document, what every possible draft would have got right: all that any K up to this one needs.
+
+    hits: [S, K] bool, whether the draft for depth d at anchor a equals the answer's token.
+    available: [S] int64, how many labels of each chain exist within the turn (0: never an anchor).
     """
-    inside = torch.arange(k) < available[:, None]
-    accepted = (matches & inside).long().cumprod(1).sum(1).tolist()
-    counts = Acceptance(k)
-    anchor, slots = 0, len(accepted)
-    anchors = (available > 0).tolist()
-    while anchor < slots:
-        if not anchors[anchor]:
-            anchor += 1
-            continue
-        counts.add_round(accepted[anchor])
-        anchor += accepted[anchor] + 1
-    return counts
+
+    hits: Tensor
+    available: Tensor
+
+    @property
+    def k(self) -> int:
+        """The most drafts a round can have."""
+        return self.hits.shape[1]
+
+    def rounds(self, k: int) -> list[Round]:
+        """The drafts of a server with K = k: of what was drafted, the first k tokens. O(S)."""
+        if not 1 <= k <= self.k:
+            raise ValueError(f"K = {k}; drafted were {self.k} tokens")
+        inside = torch.arange(k) < self.available[:, None]
+        accepted = (self.hits[:, :k] & inside).long().cumprod(1).sum(1).tolist()
+        anchors = (self.available > 0).tolist()
+        found, anchor = [], 0
+        while anchor < len(accepted):
+            if not anchors[anchor]:
+                anchor += 1
+                continue
+            found.append(Round(anchor, accepted[anchor]))
+            anchor += accepted[anchor] + 1
+        return found
+
+    def acceptance(self, k: int) -> Acceptance:
+        """The counts of those rounds."""
+        counts = Acceptance(k)
+        for one in self.rounds(k):
+            counts.add_round(one.accepted)
+        return counts
 
 
 @torch.no_grad()
-def offline_acceptance(
+def offline_matches(
     head: DrafterHead, documents: Sequence[Document], k: int, settings: EngineSettings | None = None
-) -> list[Acceptance]:
-    """Acceptance of each document.
+) -> list[Matches]:
+    """What a head's drafts are worth at every place of each document, in one teacher-forced pass.
 
     Args:
         head: the drafter; it runs where its weights are.
         documents: greedy answers; `kept` must be `sampling.full_depths(..., k)`: every chain is drafted.
-        k: drafts per round.
+        k: drafts per round, at most.
         settings: how the work is cut.
     """
+    found = {id(d): Matches(torch.zeros(d.kept.shape[0], k, dtype=torch.bool), d.kept) for d in documents}
     supervised = [d for d in documents if bool((d.kept > 0).any())]
-    results = {id(d): Acceptance(k) for d in documents}
     if supervised:
         device = head.lm_head.weight.device
         batch = pack(supervised).to(device)
@@ -106,10 +132,15 @@ def offline_acceptance(
         document, anchor, depth = (t.cpu()[rows] for t in (batch.document, batch.anchor, batch.depth))
         for index, doc in enumerate(supervised):
             mine = document == index
-            matches = torch.zeros(doc.kept.shape[0], k, dtype=torch.bool)
-            matches[anchor[mine] - batch.slot_spans[index][0], depth[mine]] = hits[mine]
-            results[id(doc)] = walk(matches, doc.kept, k)
-    return [results[id(d)] for d in documents]
+            found[id(doc)].hits[anchor[mine] - batch.slot_spans[index][0], depth[mine]] = hits[mine]
+    return [found[id(d)] for d in documents]
+
+
+def offline_acceptance(
+    head: DrafterHead, documents: Sequence[Document], k: int, settings: EngineSettings | None = None
+) -> list[Acceptance]:
+    """Acceptance of each document at K = k. As `offline_matches`."""
+    return [matches.acceptance(k) for matches in offline_matches(head, documents, k, settings)]
 
 
 def total(counts: Iterable[Acceptance], k: int) -> Acceptance:

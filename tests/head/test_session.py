@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from peagle_train.head.acceptance import Acceptance, offline_acceptance, walk
+from peagle_train.head.acceptance import Acceptance, Matches, Round, offline_acceptance, offline_matches
 from peagle_train.head.alignment import trainable_depths
 from peagle_train.head.batch import Document, pack
 from peagle_train.head.forward import residuals
@@ -92,10 +92,10 @@ def test_drafting_leaves_nothing_in_the_cache(changes: dict[str, Any]) -> None:
 
 def test_walk_jumps_by_accepted_plus_one() -> None:
     matches = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1], [0, 1, 1], [1, 1, 1], [1, 0, 0]]).bool()
-    counts = walk(matches, torch.tensor([0, 3, 3, 3, 2, 1]), 3)
+    counts = Matches(matches, torch.tensor([0, 3, 3, 3, 2, 1])).acceptance(3)
     # anchor 1 accepts 0; 2 accepts 3; 2 + 3 + 1 = 6 is past the end
     assert (counts.num_drafts, counts.accepted_at) == (2, [1, 1, 1])
-    counts = walk(matches, torch.tensor([3, 3, 0, 0, 2, 1]), 3)
+    counts = Matches(matches, torch.tensor([3, 3, 0, 0, 2, 1])).acceptance(3)
     # anchor 0 accepts 2 -> anchor 3 is no anchor -> the next turn begins at 4, accepts 2 of 2
     assert (counts.num_drafts, counts.accepted_at) == (2, [2, 2, 0])
     assert counts.acceptance_length == 3.0 and counts.per_position == [1.0, 1.0, 0.0]
@@ -127,6 +127,23 @@ def test_offline_equals_stepping_through_the_answer(changes: dict[str, Any]) -> 
     assert any(counted.num_accepted < K * counted.num_drafts for counted in offline)
 
 
+@pytest.mark.parametrize("changes", [{}, EAGLE3])
+def test_one_pass_holds_every_smaller_k(changes: dict[str, Any]) -> None:
+    """A server with K = k drafts what one with more does, and stops sooner: rounds differ, tokens do not."""
+    head = toy_head(draft_vocab_size=40, **changes)
+    documents = [_half_drafted(head, row(seed)) for seed in range(4)]
+    for k in range(1, K + 1):
+        shallow = [replace(d, kept=d.kept.clamp(max=k)) for d in documents]
+        once = [matches.acceptance(k) for matches in offline_matches(head, documents, K)]
+        assert once == offline_acceptance(head, shallow, k)
+    assert all(0 < one.accepted_at[-1] < one.num_drafts for one in once)
+    (matches, *_) = offline_matches(head, documents, K)
+    first, *rest = matches.rounds(2)
+    assert first == Round(5, 2) and rest[0].anchor == 8
+    with pytest.raises(ValueError, match=f"drafted were {K}"):
+        matches.rounds(K + 1)
+
+
 def _half_drafted(head: DrafterHead, document: Document) -> Document:
     """The row with an answer of K, K - 1, K, ... drafted tokens, one random token behind each run."""
     token_ids, session, fed, anchor, right = document.token_ids.clone(), DraftSession(head), 0, 5, K
@@ -141,6 +158,6 @@ def _half_drafted(head: DrafterHead, document: Document) -> Document:
 def test_a_head_that_knows_the_answer_is_accepted_whole() -> None:
     """Sanity of the scale: labels as drafts give the longest acceptance there is."""
     available = full_depths(trainable_depths(torch.tensor([False] * 3 + [True] * 12)), K)
-    counts = walk(torch.ones(14, K, dtype=torch.bool), available, K)
+    counts = Matches(torch.ones(14, K, dtype=torch.bool), available).acceptance(K)
     # 11 tokens after the first, in rounds of K + 1 = 5: 5, 5, 1
     assert (counts.num_drafts, counts.num_accepted) == (3, 4 + 4 + 1)
