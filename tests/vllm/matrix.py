@@ -126,7 +126,7 @@ LAYOUTS = [
     Layout("wider than the target", target="qwen3", layers=2, head={**QWEN3, "hidden_size": 160}),
     Layout("linear rope", layers=2, steps=200, head={"rope": Rope(30_000.0, "linear", factor=4.0)}),
     Layout("llama3 rope", layers=2, head={"rope": LLAMA3}),
-    Layout("yarn rope", target="gpt_oss", layers=2, aux=(2, 10, 17), head={"rope": YARN}),
+    Layout("yarn rope", target="gpt_oss", layers=2, steps=200, aux=(2, 10, 17), head={"rope": YARN}),
     Layout("yarn rope, qwen3 drafter", target="qwen3", format="speculators", head={**QWEN3, "rope": YARN}),
     Layout("sliding", layers=2, head={"layer_types": (SLIDING, SLIDING), "sliding_window": 6}),
     Layout(
